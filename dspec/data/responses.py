@@ -1,0 +1,173 @@
+"""What the target itself writes: prompts (arXiv 2406.08464) and answers, sampled in a continuously refilled batch."""
+
+import collections
+import functools
+import json
+import math
+import pathlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import tqdm
+
+from dspec.data import prompts as prompts_lib
+from dspec.decoding import autoregressive
+from dspec.decoding import sampling
+from dspec.errors import UserError
+from dspec.models import target as target_lib
+
+_STEPS_PER_VISIT = 16  # Decoding steps between two looks at which rows have finished.
+_MAX_ROUNDS = 4  # Of self-synthesis, before it is given up.
+
+
+@functools.partial(jax.jit, static_argnames=('model', 'temperature'), donate_argnames=('rows', 'cache'))
+def _admit(model, params, rows, cache, new, slots_R, temperature, key):
+  """Prefills new rows and puts them, with their first token, into the batch; slots past its end are dropped."""
+  own = target_lib.init_cache(model.config, slots_R.shape[0], rows.size)
+  logits, own, _ = autoregressive.prefill(model, params, own, new.tokens_BxT, new.lengths_B)
+  token_R = sampling.next_token(logits, temperature, key, new.seeds_B, new.lengths_B)
+  new = autoregressive.append(new, token_R, model.config.eos_ids)
+  put = lambda old, fresh: old.at[slots_R].set(fresh, mode='drop')
+  return jax.tree.map(put, rows, new), jax.tree.map(put, cache, own)
+
+
+@functools.partial(
+    jax.jit, static_argnames=('model', 'steps', 'temperature'), donate_argnames=('rows', 'cache')
+)
+def _advance(model, params, rows, cache, steps, temperature, key):
+  """Up to `steps` decoding steps of all rows."""
+  _, rows, cache = jax.lax.while_loop(
+      lambda state: (state[0] < steps) & ~state[1].done_B.all(),
+      lambda state: (state[0] + 1, *autoregressive.step(model, params, *state[1:], temperature, key)),
+      (0, rows, cache),
+  )
+  return rows, cache
+
+
+def sample(
+    model: target_lib.Target,
+    params: Any,
+    prompts: Sequence[Sequence[int]],
+    seeds: Sequence[int],
+    key: jax.Array,
+    *,
+    max_new_tokens: int,
+    temperature: float,
+    batch_size: int,
+) -> Iterator[tuple[int, list[int]]]:
+  """Continues every prompt; finished rows make room for waiting ones.
+
+  Args:
+    model: the target.
+    params: its parameters, already in the compute dtype.
+    prompts: token ids, each at least one.
+    seeds: one number a prompt; with `key` it fixes the continuation, whatever else is in the batch.
+    key: source of randomness.
+    max_new_tokens: length limit of a continuation.
+    temperature: 0 takes the most probable token.
+    batch_size: rows decoded together.
+
+  Yields:
+    (index of the prompt, its continuation; the last token is an EOS unless it was cut at the limit), as they finish.
+  """
+  if not prompts:
+    return
+  group = -(-batch_size // 4)  # Rows admitted together: a fixed shape, for one compilation.
+  chunk = autoregressive.PREFILL_CHUNK
+  size = -(-(max(map(len, prompts)) + max_new_tokens) // chunk) * chunk
+  blank = lambda n: autoregressive.Rows(
+      jnp.zeros((n, size), jnp.int32), jnp.ones(n, jnp.int32), jnp.ones(n, jnp.int32),
+      jnp.ones(n, bool), jnp.zeros(n, jnp.uint32),
+  )
+  rows, cache = blank(batch_size), target_lib.init_cache(model.config, batch_size, size)
+  waiting = collections.deque(range(len(prompts)))
+  occupant = [None] * batch_size
+  while waiting or any(i is not None for i in occupant):
+    free = [slot for slot, i in enumerate(occupant) if i is None]
+    live = batch_size - len(free)
+    while waiting and (len(free) >= min(group, len(waiting)) or not live):
+      new, slots = jax.tree.map(np.array, blank(group)), np.full(group, batch_size)
+      for r in range(min(group, len(waiting), len(free))):
+        i, slot = waiting.popleft(), free.pop()
+        occupant[slot], slots[r] = i, slot
+        new.tokens_BxT[r, : len(prompts[i])] = prompts[i]
+        new.lengths_B[r], new.limits_B[r] = len(prompts[i]), len(prompts[i]) + max_new_tokens
+        new.done_B[r], new.seeds_B[r] = False, seeds[i]
+        live += 1
+      rows, cache = _admit(model, params, rows, cache, new, slots, temperature, key)
+    rows, cache = _advance(model, params, rows, cache, _STEPS_PER_VISIT, temperature, key)
+    done, lengths = np.asarray(rows.done_B), np.asarray(rows.lengths_B)
+    finished = [slot for slot, i in enumerate(occupant) if i is not None and done[slot]]
+    if finished:
+      tokens = np.asarray(rows.tokens_BxT)
+    for slot in finished:
+      i, occupant[slot] = occupant[slot], None
+      yield i, tokens[slot, len(prompts[i]) : lengths[slot]].tolist()
+
+
+def sample_resumably(path: pathlib.Path, model, params, prompts, seeds, key, *, name: str, **options):
+  """`sample`, appended to a JSON-lines file as rows finish; what the file holds already is not sampled again.
+
+  Returns:
+    The continuations in the order of the prompts.
+  """
+  found = {}
+  if path.exists():
+    lines = path.read_text().splitlines(keepends=True)
+    # A line that a stop has cut in two has no newline yet.
+    records = [json.loads(line) for line in lines if line.endswith('\n')]
+    path.write_text(''.join(line for line in lines if line.endswith('\n')))
+    found = {record['index']: record['tokens'] for record in records}
+  missing = [i for i in range(len(prompts)) if i not in found]
+  with path.open('a') as file, tqdm.tqdm(
+      total=len(prompts), initial=len(prompts) - len(missing), desc=name, unit='row', smoothing=0.05
+  ) as bar:
+    new_tokens = 0
+    stream = sample(model, params, [prompts[i] for i in missing], [seeds[i] for i in missing], key, **options)
+    for position, tokens in stream:
+      index = missing[position]
+      found[index] = tokens
+      file.write(json.dumps({'index': index, 'tokens': tokens}) + '\n')
+      new_tokens += len(tokens)
+      rate = new_tokens / max(bar.format_dict['elapsed'], 1e-9)
+      bar.set_postfix_str(f'{rate:.0f} tokens/s', refresh=False)
+      bar.update()
+  return [found[i] for i in range(len(prompts))]
+
+
+def synthesise_prompts(
+    folder: pathlib.Path, model, params, tokenizer, *, count: int, max_tokens: int, temperature: float,
+    batch_size: int, seed: int,
+) -> list[str]:
+  """Prompts written by the target: sampled from its chat template up to the user's turn (arXiv 2406.08464).
+
+  Prompts that are empty, repeated, or do not end within `max_tokens` are dropped; more are sampled until there
+  are `count`.
+
+  Raises:
+    UserError: when the target writes too few distinct prompts.
+  """
+  prefix = tokenizer.user_prefix_ids()
+  sampled = count + -(-count // 4)
+  for _ in range(_MAX_ROUNDS):
+    turns = sample_resumably(
+        folder / 'sampled_prompts.jsonl', model, params, [prefix] * sampled, list(range(sampled)),
+        jax.random.key(seed), name='writing prompts', max_new_tokens=max_tokens, temperature=temperature,
+        batch_size=batch_size,
+    )
+    ended = [turn[:-1] for turn in turns if turn and turn[-1] in model.config.eos_ids]
+    kept = prompts_lib.drop_duplicates([tokenizer.decode(turn).strip() for turn in ended])
+    kept = [prompt for prompt in kept if prompt]
+    if len(kept) >= count:
+      return kept[:count]
+    # As many more as this yield calls for, and some.
+    share = max(len(kept) / sampled, 0.1)
+    sampled += math.ceil(1.1 * (count - len(kept)) / share) + 1
+  raise UserError(
+      f'of {sampled} sampled prompts only {len(kept)} are distinct and end within '
+      f'--config.data.max_prompt_tokens={max_tokens}; {count} are wanted. Raise that limit or '
+      '--config.data.prompt_temperature, or lower --config.data.num_prompts.'
+  )

@@ -1,0 +1,145 @@
+"""One token at a time: the baseline of every speed, and the oracle of every exactness test."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+
+from dspec.decoding import sampling
+from dspec.models import target as target_lib
+
+PREFILL_CHUNK = 64
+
+
+@flax.struct.dataclass
+class Rows:
+  """A batch of rows being decoded.
+
+  Attributes:
+    tokens_BxT: int32; prompt, then what was generated.
+    lengths_B: int32; known tokens of each row.
+    limits_B: int32; a row ends when it has this many tokens.
+    done_B: bool; rows that met an EOS or their limit.
+    seeds_B: uint32; what a row's randomness is derived from.
+  """
+
+  tokens_BxT: jax.Array
+  lengths_B: jax.Array
+  limits_B: jax.Array
+  done_B: jax.Array
+  seeds_B: jax.Array
+
+  @property
+  def size(self) -> int:
+    return self.tokens_BxT.shape[1]
+
+
+def is_eos(tokens: jax.Array, eos_ids: tuple[int, ...]) -> jax.Array:
+  """Whether each token ends a turn."""
+  return functools.reduce(jnp.logical_or, [tokens == e for e in eos_ids], jnp.zeros(tokens.shape, bool))
+
+
+def prefill(
+    model: target_lib.Target,
+    params: Any,
+    cache: target_lib.Cache,
+    prompts_BxP: jax.Array,
+    lengths_B: jax.Array,
+    taps: tuple[int, ...] = (),
+    consume: Callable[..., Any] = lambda carry, features, positions: carry,
+    carry: Any = None,
+):
+  """Runs right-padded prompts through the target in chunks, so that long ones fit.
+
+  Args:
+    model: the target.
+    params: its parameters.
+    cache: an empty cache.
+    prompts_BxP: int32.
+    lengths_B: int32, at least 1.
+    taps: layers whose outputs `consume` wants.
+    consume: `(carry, features [B, C, N*D], positions [B, C]) -> carry`, called for each chunk.
+    carry: its first state.
+
+  Returns:
+    logits_BxV after each row's last prompt token, the filled cache, and the last carry. Padding is
+    written too; those slots are overwritten before any query may see them.
+  """
+  b, p = prompts_BxP.shape
+  prompts = jnp.pad(prompts_BxP, ((0, 0), (0, -p % PREFILL_CHUNK)))
+
+  def chunk(i, state):
+    cache, hidden_BxD, carry = state
+    start = i * PREFILL_CHUNK
+    tokens = jax.lax.dynamic_slice(prompts, (0, start), (b, PREFILL_CHUNK))
+    positions = jnp.tile(start + jnp.arange(PREFILL_CHUNK)[None, :], (b, 1))
+    h, features, cache = model.apply({'params': params}, tokens, positions, cache, taps)
+    carry = consume(carry, features, positions)
+    offset = lengths_B - 1 - start
+    last = jnp.take_along_axis(h, jnp.clip(offset, 0, PREFILL_CHUNK - 1)[:, None, None], 1)[:, 0]
+    here = (offset >= 0) & (offset < PREFILL_CHUNK)
+    return cache, jnp.where(here[:, None], last, hidden_BxD), carry
+
+  chunks = (lengths_B.max() + PREFILL_CHUNK - 1) // PREFILL_CHUNK
+  state = (cache, jnp.zeros((b, model.config.width)), carry)
+  cache, hidden_BxD, carry = jax.lax.fori_loop(0, chunks, chunk, state)
+  return target_lib.logits(params, hidden_BxD, model.dtype), cache, carry
+
+
+def append(rows: Rows, token_B: jax.Array, eos_ids: tuple[int, ...]) -> Rows:
+  """Adds one token to every row that is not done."""
+  live = ~rows.done_B
+  slot = jnp.where(live, rows.lengths_B, rows.size)
+  tokens = rows.tokens_BxT.at[jnp.arange(slot.shape[0]), slot].set(token_B, mode='drop')
+  lengths = rows.lengths_B + live
+  done = rows.done_B | (live & (is_eos(token_B, eos_ids) | (lengths >= rows.limits_B)))
+  return rows.replace(tokens_BxT=tokens, lengths_B=lengths, done_B=done)
+
+
+def step(model, params, rows: Rows, cache, temperature: float, key: jax.Array):
+  """One decoding step of every live row."""
+  last = rows.lengths_B - 1
+  token_B = jnp.take_along_axis(rows.tokens_BxT, last[:, None], 1)
+  positions = jnp.where(rows.done_B, rows.size, last)[:, None]
+  hidden, _, cache = model.apply({'params': params}, token_B, positions, cache)
+  logits_BxV = target_lib.logits(params, hidden[:, 0], model.dtype)
+  token_B = sampling.next_token(logits_BxV, temperature, key, rows.seeds_B, rows.lengths_B)
+  return append(rows, token_B, model.config.eos_ids), cache
+
+
+def start_rows(prompts_BxP, lengths_B, limits_B, seeds_B, size: int) -> Rows:
+  """Rows that hold their prompts only; a row of limit `lengths` (no new token) is done at once."""
+  tokens = jnp.pad(prompts_BxP, ((0, 0), (0, size - prompts_BxP.shape[1])))
+  return Rows(tokens, lengths_B, limits_B, lengths_B >= limits_B, seeds_B)
+
+
+@functools.partial(jax.jit, static_argnames=('model', 'max_new_tokens', 'temperature'))
+def generate(
+    model: target_lib.Target,
+    params: Any,
+    prompts_BxP: jax.Array,
+    lengths_B: jax.Array,
+    key: jax.Array,
+    *,
+    max_new_tokens: int,
+    temperature: float = 0.0,
+) -> Rows:
+  """Decodes every row to its EOS or for `max_new_tokens` tokens, one token a step."""
+  b, p = prompts_BxP.shape
+  size = p + max_new_tokens
+  rows = start_rows(
+      prompts_BxP, lengths_B, lengths_B + max_new_tokens, jnp.arange(b, dtype=jnp.uint32), size
+  )
+  cache = target_lib.init_cache(model.config, b, size)
+  logits_BxV, cache, _ = prefill(model, params, cache, prompts_BxP, lengths_B)
+  first = sampling.next_token(logits_BxV, temperature, key, rows.seeds_B, rows.lengths_B)
+  rows = append(rows, first, model.config.eos_ids)
+  rows, _ = jax.lax.while_loop(
+      lambda state: ~state[0].done_B.all(),
+      lambda state: step(model, params, *state, temperature, key),
+      (rows, cache),
+  )
+  return rows

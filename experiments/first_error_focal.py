@@ -1,0 +1,19 @@
+"""Weighted cross-entropy, and more of it at each block's first wrong slot (arXiv 2606.11552).
+
+  python -m dspec.main --config=experiments/first_error_focal.py
+
+Time on 2 CPU cores: TBD by lead.
+Accepted length, held out / HumanEval: TBD by lead.
+"""
+
+import ml_collections
+
+from dspec import config as config_lib
+
+
+def get_config(budget: str = '') -> ml_collections.ConfigDict:
+  config = config_lib.default(budget)
+  config.experiment = 'first_error_focal'
+  config.loss.gamma = 10.0
+  config.loss.first_error = 0.3
+  return config

@@ -1,0 +1,117 @@
+"""Tiny random models for decoding, and a drafter whose proposals a test writes down."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dspec.models import drafter as drafter_lib
+from dspec.models import target as target_lib
+
+EOS_IDS = (2, 5)
+
+
+@dataclasses.dataclass(frozen=True)
+class ScriptedDrafter:
+  """A drafter that proposes `variables['params']['tokens'][row, position]` where `use` is set there.
+
+  Elsewhere, and for the context, it is the drafter it wraps (`params['inner']`), so one can be wrong and right
+  at will and everything around it still runs.
+  """
+
+  inner: drafter_lib.Drafter
+
+  @property
+  def config(self) -> drafter_lib.DrafterConfig:
+    return self.inner.config
+
+  @property
+  def dtype(self) -> Any:
+    return self.inner.dtype
+
+  def apply(self, variables, *args, method):
+    params = variables['params']
+    out = self.inner.apply({'params': params['inner']}, *args, method=method)
+    if method != 'draft':
+      return out
+    positions = args[1][:, :, None] + jnp.arange(self.config.block_size)[None, None, :]
+    rows = jnp.arange(positions.shape[0])[:, None, None]
+    # A row of the head is the hidden state that its own token likes best, where rows are equally long.
+    wanted = params['head'][params['tokens'][rows, positions]]
+    return jnp.where(params['use'][rows, positions][..., None], wanted, out)
+
+
+def random_tree(shapes, seed, scale):
+  rng = np.random.default_rng(seed)
+  draw = lambda x: (
+      scale * rng.normal(size=x.shape) / np.sqrt(x.shape[0]) if len(x.shape) > 1
+      else 1 + 0.3 * rng.normal(size=x.shape))
+  return jax.tree.map(lambda x: jnp.asarray(draw(x), jnp.float32), shapes)
+
+
+@pytest.fixture(scope='session')
+def make_target():
+  """A function (vocab, seed) -> (module, params); strong weights make its tokens irregular."""
+
+  def make(vocab, seed):
+    config = target_lib.TargetConfig(
+        family='llama', vocab_size=vocab, num_layers=2, width=16, mlp_width=24, num_heads=4,
+        num_kv_heads=2, head_dim=6, rope_theta=100.0, norm_eps=1e-5, max_length=128,
+        tie_embeddings=False, eos_ids=tuple(e for e in EOS_IDS if e < vocab - 1))
+    module = target_lib.Target(config)
+    tokens, cache = jnp.zeros((1, 2), jnp.int32), target_lib.init_cache(config, 1, 2)
+    shapes = jax.eval_shape(module.init, jax.random.key(0), tokens, tokens, cache)['params']
+    head = np.random.default_rng(seed + 1000).normal(size=(vocab, 16))
+    head /= np.linalg.norm(head, axis=1, keepdims=True)
+    params = random_tree(shapes, seed, 3.0)
+    return module, {**params, 'lm_head': {'kernel': jnp.asarray(head.T, jnp.float32)}}
+
+  return make
+
+
+@pytest.fixture(scope='session')
+def make_drafter():
+  """A function (target config, K, seed) -> (module, params), tapping the first and the last but one layer."""
+
+  def make(target_config, block_size, seed):
+    config = drafter_lib.from_target(
+        target_config, num_layers=2, block_size=block_size,
+        target_layers=tuple(sorted({0, target_config.num_layers - 2})), mask_token_id=1)
+    module = drafter_lib.Drafter(config)
+    features = jnp.zeros((1, 2, len(config.target_layers) * config.width))
+    embeddings = jnp.zeros((1, 1, block_size, config.width))
+    anchors = jnp.zeros((1, 1), jnp.int32)
+    shapes = jax.eval_shape(module.init, jax.random.key(0), features, embeddings, anchors)['params']
+    return module, random_tree(shapes, seed, 1.5)
+
+  return make
+
+
+@pytest.fixture(scope='session')
+def scripted():
+  """A function (drafter, its params, target params, tokens [B, L], use [B, L]) -> (drafter, params)."""
+
+  def make(drafter, params, target_params, tokens, use):
+    return ScriptedDrafter(drafter), {
+        'inner': params, 'head': target_lib.head_VxD(target_params), 'tokens': jnp.asarray(tokens),
+        'use': jnp.asarray(use)}
+
+  return make
+
+
+@pytest.fixture(scope='session')
+def uncached():
+  """A function (module, params, tokens [B, T]) -> (logits [B, T, V], features of taps)."""
+
+  def forward(module, params, tokens, taps):
+    b, t = tokens.shape
+    positions = jnp.tile(jnp.arange(t)[None, :], (b, 1))
+    hidden, features, _ = module.apply(
+        {'params': params}, tokens, positions, target_lib.init_cache(module.config, b, t), taps)
+    return target_lib.logits(params, hidden, jnp.float32), features
+
+  jitted = jax.jit(forward, static_argnums=(0, 3))
+  return lambda module, params, tokens, taps=(): jitted(module, params, jnp.asarray(tokens), taps)

@@ -1,0 +1,306 @@
+"""Speculative decoding says what the target alone says, token for token, however good or bad its drafts are."""
+
+import functools
+import json
+import pathlib
+
+from hypothesis import given, settings, strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dspec.decoding import autoregressive
+from dspec.decoding import speculative
+from dspec.decoding import verify
+from dspec.models import drafter as drafter_lib
+from dspec.models import target as target_lib
+
+GOLDEN = pathlib.Path(__file__).resolve().parents[1] / 'golden' / 'smollm2_greedy.json'
+WIDTH, LENGTHS, LIMIT, K = 7, (7, 3, 1, 5), 14, 4  # the batch that most tests decode, compiled once
+# Examples are drawn from a fixed seed: a near tie of two logits may break either way in float32, so a
+# fresh one would fail once in many thousand runs.
+few = settings(max_examples=12, deadline=None, derandomize=True)
+seeds = st.integers(0, 2**31)
+
+
+def draw_prompts(seed, width=WIDTH, lengths=LENGTHS, vocab=40):
+  prompts = np.random.default_rng(seed).integers(min(6, vocab - 2), vocab, size=(len(lengths), width))
+  return jnp.asarray(prompts, jnp.int32), jnp.asarray(lengths, jnp.int32)
+
+
+def oracle(module, params, prompts, lengths, limit=LIMIT):
+  return autoregressive.generate(
+      module, params, prompts, lengths, jax.random.key(0), max_new_tokens=limit)
+
+
+def texts(rows):
+  """The known tokens of each row."""
+  return [np.asarray(rows.tokens_BxT[i, :n]) for i, n in enumerate(rows.lengths_B)]
+
+
+def assert_same(got, want):
+  np.testing.assert_array_equal(got.lengths_B, want.lengths_B)
+  np.testing.assert_array_equal(got.tokens_BxT, want.tokens_BxT)
+  assert got.done_B.all()
+
+
+def check_trace(trace, rows, prompt_lengths, block_size):
+  """The rounds, recomputed from the drafts and the final text alone. Returns the rounds of each row."""
+  drafts, starts, accepted, gained = (
+      np.asarray(x) for x in (trace.drafts_BxRxS, trace.starts_BxR, trace.accepted_BxR, trace.gained_BxR))
+  assert drafts.shape == (*starts.shape, block_size - 1)
+  counts = []
+  for row, text in enumerate(texts(rows)):
+    known, r = int(prompt_lengths[row]) + 1, 0  # the token of the prefill
+    while known < len(text):
+      assert starts[row, r] == known - 1
+      rest = text[known:]
+      right = 0
+      while right < min(block_size - 1, len(rest)) and drafts[row, r, right] == rest[right]:
+        right += 1
+      if right < len(rest):
+        assert accepted[row, r] == right
+      else:  # cut by the end of the row: what the target would have said next is not in its text
+        assert right <= accepted[row, r] <= block_size - 1
+      assert gained[row, r] == min(right + 1, len(rest))
+      known, r = known + gained[row, r], r + 1
+    assert known == len(text)
+    np.testing.assert_array_equal(starts[row, r:], -1)
+    np.testing.assert_array_equal(gained[row, r:], 0)
+    np.testing.assert_array_equal(accepted[row, r:], 0)
+    assert 1 + gained[row].sum() == len(text) - prompt_lengths[row]
+    counts.append(r)
+  return counts
+
+
+def script(rng, want, share, block_size=K, vocab=40):
+  """Drafts [B, L] of which a `share` is the target's own; random ones behind the end of a row."""
+  b, size = want.tokens_BxT.shape
+  tokens = rng.integers(0, vocab, size=(b, size + 2 * block_size))
+  for row, text in enumerate(texts(want)):
+    right = rng.random(len(text)) < share
+    tokens[row, :len(text)] = np.where(right, text, tokens[row, :len(text)])
+  return tokens
+
+
+@pytest.fixture(scope='session')
+def speculate(make_target, make_drafter, scripted):
+  """A function (params, prompts, lengths, tokens, ...) that decodes with written-down drafts."""
+  module, _ = make_target(40, 0)
+
+  def run(params, prompts, lengths, tokens, block_size=K, limit=LIMIT, generate=speculative.generate):
+    drafter, drafter_params = make_drafter(module.config, block_size, 0)
+    drafter, drafter_params = scripted(
+        drafter, drafter_params, params, tokens, np.ones(tokens.shape, bool))
+    return generate(
+        module, params, drafter, drafter_params, prompts, lengths, max_new_tokens=limit)
+
+  return run
+
+
+@few
+@given(seed=seeds, share=st.sampled_from([0.0, 0.5, 0.8, 1.0]))
+def test_equal_for_any_share_of_right_drafts(make_target, speculate, seed, share):
+  module, params = make_target(40, seed)
+  prompts, lengths = draw_prompts(seed)
+  want = oracle(module, params, prompts, lengths)
+  got, trace = speculate(params, prompts, lengths, script(np.random.default_rng(seed), want, share))
+  assert_same(got, want)
+  rounds = check_trace(trace, got, LENGTHS, K)
+  if share == 1:
+    new = np.asarray(want.lengths_B) - LENGTHS
+    np.testing.assert_array_equal(rounds, -(-(new - 1) // K))
+
+
+@few
+@given(seed=seeds)
+def test_equal_with_a_real_drafter(make_target, make_drafter, seed):
+  """Five tokens, so that random drafts are often right."""
+  module, params = make_target(5, seed)
+  drafter, drafter_params = make_drafter(module.config, K, seed + 1)
+  prompts, lengths = draw_prompts(seed, vocab=5)
+  got, trace = speculative.generate(
+      module, params, drafter, drafter_params, prompts, lengths, max_new_tokens=LIMIT)
+  assert_same(got, oracle(module, params, prompts, lengths))
+  check_trace(trace, got, LENGTHS, K)
+
+
+def test_some_drafts_of_a_real_drafter_are_accepted(make_target, make_drafter):
+  """So the test above is not one of empty prefixes."""
+  lengths_seen = set()
+  for seed in range(6):
+    module, params = make_target(5, seed)
+    drafter, drafter_params = make_drafter(module.config, K, seed + 1)
+    prompts, lengths = draw_prompts(seed, vocab=5)
+    _, trace = speculative.generate(
+        module, params, drafter, drafter_params, prompts, lengths, max_new_tokens=LIMIT)
+    lengths_seen |= set(np.asarray(trace.accepted_BxR)[np.asarray(trace.starts_BxR) >= 0].tolist())
+  assert lengths_seen >= {0, 1, 2}
+
+
+# One token; a block longer than the limit; a prompt of one chunk; two chunks and two views, with
+# rows whose anchors and ends lie on both sides of position 64.
+@pytest.mark.parametrize('width,lengths,limit,block_size', [
+    (5, (5, 2), 1, 4), (4, (1, 4), 3, 8), (64, (64, 59), 6, 2), (70, (1, 70, 60), 9, 3)])
+def test_shapes_and_limits(make_target, speculate, width, lengths, limit, block_size):
+  for seed in range(3):
+    module, params = make_target(40, seed)
+    prompts, lengths = draw_prompts(seed, width, lengths)
+    want = oracle(module, params, prompts, lengths, limit)
+    for share in (0.0, 0.7, 1.0):
+      tokens = script(np.random.default_rng(seed), want, share, block_size)
+      got, trace = speculate(params, prompts, lengths, tokens, block_size, limit)
+      assert_same(got, want)
+      check_trace(trace, got, np.asarray(lengths), block_size)
+
+
+def rename(params, a, b):
+  """The same target with two token ids exchanged."""
+  order = np.arange(40)
+  order[[a, b]] = b, a
+  return {
+      **params, 'embed': {'embedding': params['embed']['embedding'][order]},
+      'lm_head': {'kernel': params['lm_head']['kernel'][:, order]}}
+
+
+@pytest.mark.parametrize('share', [0.0, 0.75, 1.0])
+def test_eos_at_every_position(make_target, speculate, share):
+  """A target that never ends is renamed so that its j-th token is an EOS: of any round and any slot."""
+  module, params = make_target(40, 0)
+  eos_ids = module.config.eos_ids
+  assert len(eos_ids) == 2
+  mute = params['lm_head']['kernel'].at[:, np.array(eos_ids)].set(0)  # logit 0: never the largest
+  params = {**params, 'lm_head': {'kernel': mute}}
+  prompts, lengths = draw_prompts(3)
+  endless = oracle(module, params, prompts, lengths)
+  np.testing.assert_array_equal(endless.lengths_B - lengths, LIMIT)
+  ended = set()
+  for row in range(len(LENGTHS)):
+    for j in range(LIMIT):
+      token = int(endless.tokens_BxT[row, LENGTHS[row] + j])
+      eos = eos_ids[j % 2]
+      swap = lambda x: np.where(np.asarray(x) == token, eos, np.where(np.asarray(x) == eos, token, x))
+      swapped = rename(params, token, eos)
+      tokens = script(np.random.default_rng(j), endless, share)
+      # Drafts go on being right behind the EOS.
+      got, trace = speculate(swapped, jnp.asarray(swap(prompts)), lengths, swap(tokens))
+      assert got.done_B.all()
+      for other, text in enumerate(texts(got)):
+        want = swap(endless.tokens_BxT[other])[LENGTHS[other]:LENGTHS[other] + LIMIT]
+        ends = np.flatnonzero(want == eos)
+        new = ends[0] + 1 if len(ends) else LIMIT
+        if len(ends):
+          ended.add(int(ends[0]))
+        np.testing.assert_array_equal(text[LENGTHS[other]:], want[:new])
+      check_trace(trace, got, LENGTHS, K)
+  assert ended == set(range(LIMIT))
+
+
+def test_a_row_does_not_depend_on_its_neighbours(make_target, speculate):
+  module, params = make_target(40, 7)
+  prompts, lengths = draw_prompts(7)
+  want = oracle(module, params, prompts, lengths)
+  tokens = script(np.random.default_rng(7), want, 0.7)
+  got, trace = speculate(params, prompts, lengths, tokens)
+  order = np.array([2, 0, 3, 1])
+  other, other_trace = speculate(params, prompts[order], lengths[order], tokens[order])
+  jax.tree.map(lambda a, b: np.testing.assert_array_equal(np.asarray(a)[order], b),
+               (got, trace), (other, other_trace))
+
+
+def test_accepting_one_token_too_many_is_caught(make_target, speculate, monkeypatch):
+  """The equality above has teeth: with a planted bias it fails."""
+  module, params = make_target(40, 1)
+  prompts, lengths = draw_prompts(1)
+  want = oracle(module, params, prompts, lengths)
+  tokens = script(np.random.default_rng(1), want, 0.6)
+  honest = verify.greedy
+  monkeypatch.setattr(
+      verify, 'greedy', lambda drafts, best: jnp.minimum(honest(drafts, best) + 1, drafts.shape[1]))
+  biased = jax.jit(
+      speculative.generate.__wrapped__, static_argnames=('target', 'drafter', 'max_new_tokens'))
+  got, _ = speculate(params, prompts, lengths, tokens, generate=biased)
+  with pytest.raises(AssertionError):
+    assert_same(got, want)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 3))
+def training_drafts(drafter, drafter_params, target_params, target, text, features, anchors):
+  blocks = drafter_lib.block_tokens(
+      jnp.take_along_axis(text, anchors, 1), drafter.config)
+  hidden = drafter.apply(
+      {'params': drafter_params}, features, target_lib.embed(target_params, blocks), anchors)
+  return target_lib.logits(target_params, hidden[:, :, 1:], target.dtype)
+
+
+@pytest.mark.parametrize('width,lengths', [(WIDTH, LENGTHS), (70, (70, 1, 62))])
+def test_drafts_are_those_of_the_training_forward(
+    make_target, make_drafter, scripted, uncached, width, lengths):
+  """At every round, from features of the final text: nothing stale, shifted or missing in the drafter's cache.
+
+  Half of the positions are drafted from the script, so that accepted prefixes of all lengths occur.
+  """
+  module, params = make_target(40, 11)
+  inner, inner_params = make_drafter(module.config, K, 12)
+  prompts, lengths = draw_prompts(11, width, lengths)
+  want = oracle(module, params, prompts, lengths)
+  rng = np.random.default_rng(11)
+  tokens = script(rng, want, 0.9)
+  use = rng.random(tokens.shape) < 0.6
+  drafter, drafter_params = scripted(inner, inner_params, params, tokens, use)
+  got, trace = speculative.generate(
+      module, params, drafter, drafter_params, prompts, lengths, max_new_tokens=LIMIT)
+  assert_same(got, want)
+  check_trace(trace, got, np.asarray(lengths), K)
+
+  _, features = uncached(module, params, got.tokens_BxT, inner.config.target_layers)
+  starts = np.asarray(trace.starts_BxR)
+  logits = np.asarray(training_drafts(
+      inner, inner_params, params, module, got.tokens_BxT, features, jnp.maximum(trace.starts_BxR, 0)))
+  compared = 0
+  for row, r in np.argwhere(starts >= 0):
+    for k in range(1, K):
+      if not use[row, starts[row, r] + k]:
+        assert trace.drafts_BxRxS[row, r, k - 1] == logits[row, r, k - 1].argmax()
+        compared += 1
+  assert compared > 20
+  assert len(set(np.asarray(trace.accepted_BxR)[starts >= 0].tolist())) == K
+
+
+def test_append_prefix():
+  rows = autoregressive.Rows(
+      tokens_BxT=jnp.full((5, 6), 9), lengths_B=jnp.array([1, 2, 4, 3, 2]),
+      limits_B=jnp.array([6, 6, 6, 6, 6]), done_B=jnp.array([False, False, False, True, False]),
+      seeds_B=jnp.zeros(5, jnp.uint32))
+  block = jnp.array([[1, 3, 2], [1, 2, 2], [1, 3, 4], [1, 1, 1], [7, 1, 1]])
+  got = speculative.append_prefix(rows, block, jnp.array([2, 3, 3, 3, 1]), (2, 7))
+  np.testing.assert_array_equal(got.tokens_BxT, [
+      [9, 1, 3, 9, 9, 9],  # two counted; the EOS is behind them
+      [9, 9, 1, 2, 9, 9],  # cut behind the first EOS
+      [9, 9, 9, 9, 1, 3],  # cut at the limit
+      [9, 9, 9, 9, 9, 9],  # done before
+      [9, 9, 7, 9, 9, 9]])
+  np.testing.assert_array_equal(got.lengths_B, [3, 4, 6, 3, 3])
+  np.testing.assert_array_equal(got.done_B, [False, True, True, True, True])
+
+
+def test_on_a_real_target(smollm2, make_drafter, scripted):
+  """SmolLM2 in float32; the drafts are a random drafter's, and right ones in between."""
+  config, params, _ = smollm2
+  module = target_lib.Target(config)
+  golden = json.loads(GOLDEN.read_text())['prompts']
+  width = max(len(p['prompt_ids']) for p in golden)
+  prompts = jnp.asarray([p['prompt_ids'] + [0] * (width - len(p['prompt_ids'])) for p in golden])
+  lengths = jnp.asarray([len(p['prompt_ids']) for p in golden])
+  want = oracle(module, params, prompts, lengths, 16)
+  rng = np.random.default_rng(0)
+  tokens = script(rng, want, 1.0, block_size=8, vocab=config.vocab_size)
+  inner, inner_params = make_drafter(config, 8, 0)
+  drafter, drafter_params = scripted(
+      inner, inner_params, params, tokens, rng.random(tokens.shape) < 0.7)
+  got, trace = speculative.generate(
+      module, params, drafter, drafter_params, prompts, lengths, max_new_tokens=16)
+  assert_same(got, want)
+  rounds = check_trace(trace, got, np.asarray(lengths), 8)
+  assert max(rounds) < 15 and min(rounds) > 2

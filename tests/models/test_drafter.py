@@ -1,0 +1,234 @@
+"""The drafter against loops over anchors and slots, and its training forward against its decoding forward."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dspec.models import drafter as drafter_lib
+
+CONFIG = drafter_lib.DrafterConfig(
+    num_layers=2, block_size=4, target_layers=(0, 1), mask_token_id=3, width=12, mlp_width=14,
+    num_heads=4, num_kv_heads=2, head_dim=6, rope_theta=50.0, norm_eps=1e-3)
+B, T, A, K, D = 2, 11, 4, CONFIG.block_size, CONFIG.width
+# In the first row: no context, twice the same position, two blocks that overlap; in the second a block over the end.
+ANCHORS = np.array([[0, 5, 5, 7], [1, 3, 10, 0]])
+
+
+@pytest.fixture(scope='module')
+def inputs():
+  """Features [B, T, N*D], embeddings [B, A, K, D], anchors [B, A]."""
+  rng = np.random.default_rng(0)
+  return (jnp.asarray(rng.normal(size=(B, T, 2 * D)), jnp.float32),
+          jnp.asarray(rng.normal(size=(B, A, K, D)), jnp.float32), jnp.asarray(ANCHORS))
+
+
+@pytest.fixture(scope='module')
+def params(random_params, inputs):
+  return random_params(drafter_lib.Drafter(CONFIG), 1, *inputs)
+
+
+@jax.jit
+def train(params, features, embeddings, anchors):
+  return drafter_lib.Drafter(CONFIG).apply({'params': params}, features, embeddings, anchors)
+
+
+@jax.jit
+def write(params, features, positions, cache):
+  return drafter_lib.Drafter(CONFIG).apply(
+      {'params': params}, features, positions, cache, method='write_context')
+
+
+@jax.jit
+def draft(params, embeddings, anchors, cache):
+  return drafter_lib.Drafter(CONFIG).apply(
+      {'params': params}, embeddings, anchors, cache, method='draft')
+
+
+def naive_block(r, config, params, features, embeddings, anchor):
+  """Hidden states [K, D] of one block; features [T, F] beyond the anchor are never touched."""
+  groups = config.num_heads // config.num_kv_heads
+  eps, slots = config.norm_eps, np.arange(config.block_size)
+  features = np.asarray(features, np.float64)[:anchor]
+  context = r.rms(r.dense(features, params['fc']), params['hidden_norm']['scale'], eps)
+  x = np.asarray(embeddings, np.float64)
+  for i in range(config.num_layers):
+    p = params[f'layers_{i}']
+    attn = p['attn']
+
+    def heads(y, name, norm, positions):
+      y = r.dense(y, attn[name])
+      y = y.reshape(len(y), y.shape[1] // config.head_dim, config.head_dim)
+      if norm is None:
+        return y
+      return r.rope(r.rms(y, attn[norm]['scale'], eps), positions, config.rope_theta)
+
+    h = r.rms(x, p['attn_norm']['scale'], eps)
+    q = heads(h, 'q_proj', 'q_norm', anchor + slots)
+    keys = np.concatenate([
+        heads(context, 'k_proj', 'k_norm', np.arange(anchor)),
+        heads(h, 'k_proj', 'k_norm', anchor + slots)])
+    values = np.concatenate(
+        [heads(context, 'v_proj', None, None), heads(h, 'v_proj', None, None)])
+    out = np.zeros((config.block_size, config.num_heads, config.head_dim))
+    for slot in slots:
+      for head in range(config.num_heads):
+        own = head // groups
+        out[slot, head] = r.attend(q[slot, head], keys[:, own], values[:, own])
+    x = x + r.dense(out.reshape(config.block_size, -1), attn['o_proj'])
+    x = x + r.mlp(r.rms(x, p['mlp_norm']['scale'], eps), p['mlp'])
+  return r.rms(x, params['norm']['scale'], eps)
+
+
+def test_training_forward_against_loops(params, inputs, reference):
+  got = train(params, *inputs)
+  assert got.shape == (B, A, K, D) and got.dtype == jnp.float32
+  features, embeddings, _ = inputs
+  for row in range(B):
+    for a in range(A):
+      want = naive_block(
+          reference, CONFIG, params, features[row], embeddings[row, a], ANCHORS[row, a])
+      np.testing.assert_allclose(got[row, a], want, atol=1e-4, err_msg=f'row {row} block {a}')
+
+
+def test_decoding_forward_is_training_forward(params, inputs):
+  """The cache is filled in pieces that hold wrong features beyond the anchor, overwritten later or never."""
+  features, embeddings, _ = inputs
+  want = train(params, *inputs)
+  rng = np.random.default_rng(2)
+  order = np.argsort(ANCHORS, axis=1, kind='stable')
+  size = T + K
+  cache = jax.tree.map(  # what an earlier user of the memory left
+      lambda x: jnp.asarray(100 * rng.normal(size=x.shape), jnp.float32),
+      drafter_lib.init_cache(CONFIG, B, size))
+  known = np.zeros(B, int)
+  for turn in range(A):
+    block = order[:, turn]
+    anchor = ANCHORS[np.arange(B), block]
+    # As decoding does: fixed-size pieces from the first unknown position on, of which a prefix is right.
+    while (known < anchor).any():
+      positions = known[:, None] + np.arange(K)[None, :]
+      piece = 10 * rng.normal(size=(B, K, 2 * D))
+      for row in range(B):
+        right = min(rng.integers(1, K + 1), anchor[row] - known[row])
+        piece[row, :right] = features[row, known[row]:known[row] + right]
+        known[row] += right
+      cache = write(params, jnp.asarray(piece, jnp.float32), jnp.asarray(positions), cache)
+    got = draft(
+        params, embeddings[np.arange(B), block][:, None], jnp.asarray(anchor)[:, None], cache)
+    for row in range(B):
+      np.testing.assert_allclose(got[row, 0], want[row, block[row]], atol=1e-4)
+
+
+def test_positions_outside_the_cache_are_dropped(params, inputs):
+  features, _, _ = inputs
+  cache = drafter_lib.init_cache(CONFIG, B, T)
+  positions = jnp.tile(jnp.arange(T)[None, :], (B, 1))
+  full = write(params, features, positions, cache)
+  again = write(params, features + 1, positions + jnp.array([[T], [0]]), full)
+  for old, new in zip(jax.tree.leaves(full), jax.tree.leaves(again)):
+    np.testing.assert_array_equal(old[0], new[0])
+    assert not np.array_equal(old[1], new[1])
+
+
+def test_nothing_leaks_from_the_anchor_on_or_from_other_blocks(params, inputs):
+  features, embeddings, anchors = inputs
+  want = np.asarray(train(params, *inputs))
+  for position in (0, 4, 5, 9):
+    got = np.asarray(train(params, features.at[:, position].add(3.0), embeddings, anchors))
+    changed = (got != want).reshape(B, A, -1).any(-1)
+    np.testing.assert_array_equal(changed, position < ANCHORS)
+  for block in range(A):
+    got = np.asarray(train(params, features, embeddings.at[:, block].add(1.0), anchors))
+    changed = (got != want).reshape(B, A, -1).any(-1)
+    np.testing.assert_array_equal(changed, np.tile(np.arange(A) == block, (B, 1)))
+
+
+def test_every_slot_sees_its_whole_block_and_every_tapped_layer(params, inputs):
+  features, embeddings, anchors = inputs
+  want = np.asarray(train(params, *inputs))
+  for slot in range(K):
+    got = np.asarray(train(params, features, embeddings.at[:, :, slot].add(1.0), anchors))
+    assert (got != want).any(-1).all()
+  for layer in range(2):
+    got = np.asarray(train(params, features.at[:, 0, layer * D:(layer + 1) * D].add(1.0), embeddings, anchors))
+    np.testing.assert_array_equal((got != want).any((-1, -2)), ANCHORS > 0)
+
+
+def test_without_context(params, inputs):
+  """Values and gradients stay finite, and the context has no influence."""
+  features, embeddings, _ = inputs
+  anchors = jnp.zeros((B, A), jnp.int32)
+  loss = lambda params, features: jnp.sum(train(params, features, embeddings, anchors)**2)
+  value, (gradients, to_features) = jax.value_and_grad(loss, argnums=(0, 1))(params, features)
+  assert np.isfinite(value)
+  assert all(np.isfinite(g).all() for g in jax.tree.leaves(gradients))
+  np.testing.assert_array_equal(to_features, 0)
+
+
+def value_and_gradients(params, inputs):
+  """The traced program, and what it gives."""
+  def loss(params, features, embeddings):
+    out = drafter_lib.Drafter(CONFIG).apply({'params': params}, features, embeddings, inputs[2])
+    return jnp.sum(jnp.sin(out)), out
+
+  step = jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2), has_aux=True))
+  return str(step.trace(params, *inputs[:2]).jaxpr), step(params, *inputs[:2])
+
+
+@pytest.fixture(scope='module')
+def ungrouped(params, inputs):
+  program, values = value_and_gradients(params, inputs)
+  assert 'scan[' not in program
+  return values
+
+
+@pytest.mark.parametrize('limit,groups', [(1, 4), (3 * K * T, 2)])
+def test_groups_of_anchors_change_nothing(params, inputs, ungrouped, monkeypatch, limit, groups):
+  """Three anchors fit under the second limit, but only two divide four."""
+  monkeypatch.setattr(drafter_lib, '_MAX_SCORES', limit)
+  program, values = value_and_gradients(params, inputs)
+  assert f'length={groups}' in program
+  for got, want in zip(jax.tree.leaves(values), jax.tree.leaves(ungrouped)):
+    np.testing.assert_allclose(got, want, atol=2e-5, rtol=1e-4)
+
+
+def test_bfloat16_is_close_to_float32(params, inputs):
+  want = train(params, *inputs)
+  got = jax.jit(drafter_lib.Drafter(CONFIG, jnp.bfloat16).apply)({'params': params}, *inputs)
+  assert got.dtype == jnp.float32
+  error = np.linalg.norm(got - want) / np.linalg.norm(want)
+  assert 1e-5 < error < 0.05
+
+
+def test_block_tokens():
+  got = drafter_lib.block_tokens(jnp.array([[7, 3], [9, 1]]), CONFIG)
+  np.testing.assert_array_equal(got, [[[7, 3, 3, 3], [3, 3, 3, 3]], [[9, 3, 3, 3], [1, 3, 3, 3]]])
+  assert got.dtype == jnp.int32
+
+
+def test_from_target(tiny_config, random_params):
+  config = drafter_lib.from_target(
+      tiny_config, num_layers=2, block_size=5, target_layers=[0, 1], mask_token_id=12)
+  assert dataclasses.asdict(config) == dict(
+      num_layers=2, block_size=5, target_layers=(0, 1), mask_token_id=12, width=16, mlp_width=20,
+      num_heads=4, num_kv_heads=2, head_dim=6, rope_theta=100.0, norm_eps=1e-3)
+  hash(config)
+  embeddings, features = jnp.zeros((1, 1, 5, 16)), jnp.zeros((1, 2, 32))
+  got = random_params(
+      drafter_lib.Drafter(config), 0, features, embeddings, jnp.zeros((1, 1), jnp.int32))
+  layer = {
+      'attn_norm': {'scale': (16,)}, 'mlp_norm': {'scale': (16,)},
+      'attn': {
+          'q_proj': {'kernel': (16, 24)}, 'k_proj': {'kernel': (16, 12)},
+          'v_proj': {'kernel': (16, 12)}, 'o_proj': {'kernel': (24, 16)},
+          'q_norm': {'scale': (6,)}, 'k_norm': {'scale': (6,)}},
+      'mlp': {
+          'gate_proj': {'kernel': (16, 20)}, 'up_proj': {'kernel': (16, 20)},
+          'down_proj': {'kernel': (20, 16)}}}
+  # The tensors of a published DFlash drafter: neither embedding nor head.
+  assert jax.tree.map(jnp.shape, got) == {
+      'fc': {'kernel': (32, 16)}, 'hidden_norm': {'scale': (16,)}, 'norm': {'scale': (16,)},
+      'layers_0': layer, 'layers_1': layer}

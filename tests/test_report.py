@@ -1,0 +1,178 @@
+"""The report of made-up results: each number in a table is read back and compared."""
+
+import copy
+import json
+import re
+
+from matplotlib import image
+import numpy as np
+import pytest
+
+from dspec import report
+
+SLOTS = 15
+
+
+def _set(micro, gain, seed, dtype='float32'):
+  rng = np.random.default_rng(seed)
+  slots = np.sort(rng.uniform(0.01, 0.9, SLOTS))[::-1]
+  return {
+      'num_prompts': 32, 'new_tokens': 3500 + seed, 'rounds': 2100 + seed,
+      'identical_prompts': 32 - seed, 'block_size': SLOTS + 1, 'dtype': dtype, 'batch_size': 16,
+      'ended_share': 0.25, 'waste': 0.1 + micro / 7,
+      'accepted_length': {
+          'micro': micro, 'micro_interval': [micro - 0.1, micro + 0.123],
+          'macro': micro + 0.05, 'macro_interval': [micro - 0.2, micro + 0.2]},
+      'acceptance_by_slot': slots.tolist(), 'slot_accuracy': (slots / 2 + 0.1).tolist(),
+      'speculative_tokens_per_second': 100 * micro, 'autoregressive_tokens_per_second': 80.0,
+      'gain': gain,
+  }
+
+
+def _arm(name, loss, micro, gain, seed):
+  curve = [{
+      'step': step, 'loss': 9 / step, 'accepted_length': micro + step / 400,
+      'cross_entropy': (8 + micro) / step, 'first_error': (7 + micro) / step,
+      'chain': -micro * step / 4000, 'gradient_norm': micro,
+      'slot_accuracy': [0.5] * SLOTS} for step in range(10, 401, 10)]
+  return {
+      'name': name, 'loss': dict(zip(('gamma', 'first_error', 'chain'), loss)),
+      'train': {'steps': 400, 'seconds': 201.25, 'slots_per_second': 9876.5}, 'curve': curve,
+      'sets': {'held_out': _set(micro, gain, seed),
+               'humaneval': _set(micro + 0.25, gain, seed + 1)},
+  }
+
+
+@pytest.fixture
+def results():
+  gain = {'over': 'uniform', 'micro': 0.3125, 'interval': [0.25, -0.0375]}
+  return {
+      'experiment': 'ablation', 'seed': 3, 'command': 'python -m dspec.main --config=x.py',
+      'machine': {'device': 'cpu', 'cores': 2, 'memory_gib': 23.5, 'jax': '0.10.2'},
+      'target': {'name': 'SmolLM2-135M-Instruct', 'parameters': 134515008},
+      'data': {'training_prompts': 836, 'training_tokens': 107123, 'truncated_share': 0.3125},
+      'times': {'target': 6.25, 'data': 250.0, 'train': 402.5},
+      'arms': [_arm('uniform', (None, 0.0, 0.0), 1.3354, None, 0),
+               _arm('chain', (10.0, 0.3, 40.0), 1.7132, gain, 1)],
+  }
+
+
+def _tables(text):
+  """Every table of a markdown text, as lists of {column: text}."""
+  tables = []
+  for block in re.findall(r'(?:^\|.*\|\n)+', text, flags=re.MULTILINE):
+    lines = [[cell.strip() for cell in line.strip('|\n').split('|')] for line in block.splitlines()]
+    assert set(''.join(lines[1])) <= set('-:')
+    tables.append([dict(zip(lines[0], line, strict=True)) for line in lines[2:]])
+  return tables
+
+
+def _numbers(text):
+  return [float(number) for number in re.findall(r'[-+]?\d+\.?\d*', text)]
+
+
+def test_files(tmp_path, results):
+  before = copy.deepcopy(results)
+  report.write(tmp_path / 'new' / 'folder', results)
+  folder = tmp_path / 'new' / 'folder'
+  assert results == before
+  assert json.loads((folder / 'report.json').read_text()) == results
+  assert {file.name for file in folder.iterdir()} == {
+      'report.json', 'report.md', 'acceptance_by_slot.png', 'training.png'}
+  for name in ('acceptance_by_slot.png', 'training.png'):
+    assert f']({name})' in (folder / 'report.md').read_text()
+    pixels = image.imread(folder / name)[..., :3]
+    assert min(pixels.shape[:2]) > 300
+    # Both arms' colours are drawn.
+    for colour in ((0x00, 0x72, 0xB2), (0xD5, 0x5E, 0x00)):
+      near = np.abs(pixels - np.array(colour)[None, None] / 255).max(axis=-1) < 0.1
+      assert near.sum() > 200
+
+
+def test_main_table_holds_the_results(results):
+  rows = _tables(report.markdown(results))[0]
+  sets = [(arm, name, s) for arm in results['arms'] for name, s in arm['sets'].items()]
+  assert len(rows) == len(sets) == 4
+  for row, (arm, name, s) in zip(rows, sets):
+    length = s['accepted_length']
+    assert (row['arm'], row['set']) == (arm['name'], name)
+    np.testing.assert_allclose(
+        _numbers(row['accepted length']), [length['micro'], *length['micro_interval']], atol=5e-4)
+    np.testing.assert_allclose(
+        _numbers(row['macro']), [length['macro'], *length['macro_interval']], atol=5e-4)
+    np.testing.assert_allclose(_numbers(row['waste']), [100 * s['waste']], atol=0.05)
+    np.testing.assert_allclose(
+        _numbers(row['tokens/s']), [s['speculative_tokens_per_second']], atol=0.05)
+    np.testing.assert_allclose(_numbers(row['plain tokens/s']), [80], atol=0.05)
+    np.testing.assert_allclose(
+        _numbers(row['speed-up']), [s['speculative_tokens_per_second'] / 80], atol=5e-3)
+    assert row['exact'] == f"{s['identical_prompts']}/32"
+  shown = '+31.2% [+25.0%, -3.8%]'
+  assert [row['gain'] for row in rows] == ['', '', shown, shown]
+  assert 'Gain is over the arm `uniform`.' in report.markdown(results)
+
+
+def test_paper_stands_beside_humaneval_of_the_same_loss_only(results):
+  results['arms'].append(_arm('other', (7.0, 0.0, 0.0), 1.5, None, 2))
+  rows = _tables(report.markdown(results))[0]
+  assert [row[report.PAPER_COLUMN] for row in rows] == ['', '2.803', '', '4.336', '', '']
+
+
+def test_slot_tables_hold_the_results(results):
+  tables = _tables(report.markdown(results))
+  for table, key in zip(tables[2:4], ('acceptance_by_slot', 'slot_accuracy')):
+    sets = [s for arm in results['arms'] for s in arm['sets'].values()]
+    shown = [[float(row[str(k)]) for k in range(1, SLOTS + 1)] for row in table]
+    np.testing.assert_allclose(shown, [s[key] for s in sets], atol=5e-4)
+
+
+def test_other_tables(results):
+  text = report.markdown(results)
+  _, details, _, _, training, target, data, machine, times = _tables(text)
+  assert [row['rounds'] for row in details] == ['2100', '2101', '2101', '2102']
+  assert {row['dtype'] for row in details} == {'float32'}
+  assert training[0] == {'arm': 'uniform', 'gamma': 'None', 'first_error': '0', 'chain': '0',
+                         'steps': '400', 'seconds': '201.2', 'slots_per_second': '9876'}
+  assert training[1]['chain'] == '40'
+  assert {'what': 'parameters', 'value': '134515008'} in target
+  assert {'what': 'truncated share', 'value': '0.3125'} in data
+  assert {'what': 'device', 'value': 'cpu'} in machine
+  assert times[-1] == {'what': 'total', 'value': '658.8'}
+  assert results['command'] in text and 'seed 3' in text
+
+
+def test_terminal_table(tmp_path, results):
+  lines = report.write(tmp_path, results).splitlines()
+  assert len(lines) == 2 + 4
+  assert max(map(len, lines)) <= 120
+  assert lines[0].split() == 'arm set accepted length gain waste speed-up exact'.split()
+  assert lines[4].split()[:5] == ['chain', 'held_out', '1.713', '[1.613,', '1.836]']
+  assert lines[4].split()[-2:] == ['2.14x', '31/32']
+
+
+def test_one_arm_has_no_gain_column(tmp_path, results):
+  del results['arms'][1]
+  table = report.write(tmp_path, results)
+  assert 'gain' not in table and 'exact' in table
+  assert 'gain' not in _tables((tmp_path / 'report.md').read_text())[0][0]
+
+
+def test_nothing_evaluated_and_no_curve(tmp_path, results):
+  for arm in results['arms']:
+    arm.update(sets={}, curve=[])
+  assert 'nothing evaluated' in report.write(tmp_path, results)
+  assert (tmp_path / 'training.png').stat().st_size > 1000
+
+
+def test_figures_draw_the_results(results):
+  panels = report.acceptance_figure(results['arms']).axes
+  assert [panel.get_title() for panel in panels] == ['held_out', 'humaneval']
+  for panel, name in zip(panels, ('held_out', 'humaneval')):
+    for line, arm in zip(panel.lines, results['arms'], strict=True):
+      assert line.get_label() == arm['name']
+      np.testing.assert_array_equal(line.get_xdata(), np.arange(1, SLOTS + 1))
+      np.testing.assert_array_equal(line.get_ydata(), arm['sets'][name]['acceptance_by_slot'])
+  loss = [panel for panel in report.training_figure(results['arms']).axes
+          if panel.get_title() == 'cross-entropy'][0]
+  np.testing.assert_array_equal(
+      loss.lines[1].get_ydata(), [r['cross_entropy'] for r in results['arms'][1]['curve']])
