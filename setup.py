@@ -16,5 +16,8 @@ setuptools.setup(
     python_requires='>=3.11',
     packages=setuptools.find_packages(include=['dspec', 'dspec.*']),
     install_requires=[requirement for requirement in _REQUIREMENTS if requirement],
-    extras_require={'test': ['pytest', 'hypothesis', 'nbclient', 'ipykernel']},
+    extras_require={
+        'test': ['pytest', 'hypothesis', 'nbclient', 'ipykernel'],
+        'benchmark': ['torch', 'transformers'],
+    },
 )

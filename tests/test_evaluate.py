@@ -54,9 +54,8 @@ def _measure(prompt, answer, rounds, reference=None):
 # Round 3 accepts 3, but the EOS at its slot 2 ends the answer.
 ENDED = ([5, 5], [1, 2, 3, 4, 6, 7, 8, 3, EOS], [
     ([2, 8, 4], 1, 2), ([4, 6, 7], 3, 4), ([3, EOS, 5], 3, 2)])
-# The limit of 7 cuts the last round to one token; its slots 2 and 3 lie outside. Slot 3 is right but
-# lost
-# in round 1; no slot is right in round 2.
+# Round 1: slot 3 right but lost. Round 2: no slot right. The limit of 7 cuts the last round to one
+# token; its slots 2 and 3 lie outside.
 LIMITED = ([6], [2, 3, 4, 3, 5, 1, 8], [
     ([8, 8, 3], 0, 1), ([8, 8, 8], 0, 1), ([3, 5, 8], 2, 3), ([8, 8, 8], 1, 1)])
 # The prefill's token is the EOS.
@@ -254,8 +253,10 @@ def test_prompts_that_cannot_be_decoded(prompts, message):
 
 
 def test_prompt_width():
-  widths = [evaluate.prompt_width([[1], [1] * n]) for n in (1, 63, 64, 65, 200)]
-  assert widths == [64, 64, 64, 128, 256]
+  chunk = autoregressive.PREFILL_CHUNK
+  lengths = (1, chunk - 1, chunk, chunk + 1, 3 * chunk)
+  widths = [evaluate.prompt_width([[1], [1] * n]) for n in lengths]
+  assert widths == [chunk, chunk, chunk, 2 * chunk, 3 * chunk]
 
 
 # ---- A tiny model --------------------------------------------------------------------------------
@@ -272,7 +273,7 @@ def tiny():
       tie_embeddings=False, eos_ids=(EOS,))
   target = target_lib.Target(config)
   tokens = jnp.zeros((1, 2), jnp.int32)
-  params = target.init(
+  params = jax.jit(target.init)(
       jax.random.key(7), tokens, tokens, target_lib.init_cache(config, 1, 4))['params']
   # Greedy answers of a tied random model repeat one token.
   params['lm_head'] = {'kernel': jax.random.normal(jax.random.key(8), (16, VOCAB))}
@@ -281,7 +282,8 @@ def tiny():
   drafter = drafter_lib.Drafter(drafter_config)
   features, blocks = jnp.zeros((1, 4, 16)), jnp.zeros((1, 1, BLOCK, 16))
   drafters = [
-      drafter.init(jax.random.key(seed), features, blocks, jnp.zeros((1, 1), jnp.int32))['params']
+      jax.jit(drafter.init)(
+          jax.random.key(seed), features, blocks, jnp.zeros((1, 1), jnp.int32))['params']
       for seed in (1, 2)]
   return target, params, drafter, drafters
 

@@ -1,6 +1,8 @@
 """From a config to training rows on disk: prompts, answers, features; each stage cached under a hash of its inputs."""
 
+import contextlib
 import dataclasses
+import fcntl
 import hashlib
 import json
 import pathlib
@@ -78,6 +80,24 @@ def prepare(
   (folder / 'source.json').write_text(json.dumps({'data': data.to_dict(), 'key': text_key}, indent=2))
   logging.info('data: %s', folder)
 
+  with _only_writer(folder):
+    return _prepare(config, folder, model, params, tokenizer)
+
+
+@contextlib.contextmanager
+def _only_writer(folder: pathlib.Path):
+  """Runs that want the same data wait for the one that is making it. The lock goes with its process."""
+  with (folder / 'lock').open('w') as file:
+    try:
+      fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+      logging.info('%s: another run is writing this data; waiting for it', folder)
+      fcntl.flock(file, fcntl.LOCK_EX)
+    yield
+
+
+def _prepare(config, folder, model, params, tokenizer) -> Dataset:
+  data = config.data
   prompts = _prompts(data, folder, model, params, tokenizer)
   ids, too_long = [], 0
   for prompt in prompts:

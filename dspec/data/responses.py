@@ -19,7 +19,7 @@ from dspec.decoding import sampling
 from dspec.errors import UserError
 from dspec.models import target as target_lib
 
-_STEPS_PER_VISIT = 16  # Decoding steps between two looks at which rows have finished.
+_STEPS_PER_VISIT = 8  # Decoding steps between two looks at which rows have finished.
 _MAX_ROUNDS = 4  # Of self-synthesis, before it is given up.
 
 

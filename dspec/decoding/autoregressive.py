@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from dspec.decoding import sampling
 from dspec.models import target as target_lib
 
-PREFILL_CHUNK = 64
+PREFILL_CHUNK = 32
 
 
 @flax.struct.dataclass

@@ -36,7 +36,8 @@ def categorical(probs_BxV: jax.Array, uniform_B: jax.Array) -> jax.Array:
   within = (inside + before[:, None] <= wanted[:, None]).sum(-1)
   # Rounding may run past the last token that has any probability: step back onto it.
   last = _SEGMENT - 1 - jnp.argmax(probs[rows, segment, ::-1] > 0, -1)
-  return (segment * _SEGMENT + jnp.minimum(within, last)).astype(jnp.int32)
+  token = segment * _SEGMENT + jnp.minimum(within, last)
+  return jnp.minimum(token, v - 1).astype(jnp.int32)
 
 
 def next_token(

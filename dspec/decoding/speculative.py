@@ -97,11 +97,12 @@ def generate(
   )
   first = sampling.most_probable(logits_BxV)
   rows = autoregressive.append(rows, first, eos_ids)
+  rounds = max(max_new_tokens - 1, 1)  # Each gains a token or more, after the prefill's.
   trace = Trace(
-      drafts_BxRxS=jnp.zeros((b, max_new_tokens, k - 1), jnp.int32),
-      starts_BxR=jnp.full((b, max_new_tokens), -1, jnp.int32),
-      accepted_BxR=jnp.zeros((b, max_new_tokens), jnp.int32),
-      gained_BxR=jnp.zeros((b, max_new_tokens), jnp.int32),
+      drafts_BxRxS=jnp.zeros((b, rounds, k - 1), jnp.int32),
+      starts_BxR=jnp.full((b, rounds), -1, jnp.int32),
+      accepted_BxR=jnp.zeros((b, rounds), jnp.int32),
+      gained_BxR=jnp.zeros((b, rounds), jnp.int32),
   )
 
   def round_(state):

@@ -17,39 +17,47 @@ def _matmul(x, kernel, dtype):
 
 
 def _matmul_forward(x, kernel, dtype):
-  return _matmul(x, kernel, dtype), (x, kernel)
+  return _matmul(x, kernel, dtype), (x.astype(dtype), kernel)
 
 
 def _matmul_backward(dtype, residuals, cotangent):
-  # The default transpose multiplies a float32 cotangent with a bfloat16 operand, which runs at float32 speed.
+  # The default transpose multiplies a float32 cotangent with a bfloat16 operand: float32 speed on CPUs.
   x, kernel = residuals
   cotangent = cotangent.astype(dtype)
   dx = jnp.matmul(cotangent, kernel.astype(dtype).T, preferred_element_type=jnp.float32)
-  rows = x.astype(dtype).reshape(-1, x.shape[-1])
   dkernel = jnp.matmul(
-      rows.T, cotangent.reshape(-1, cotangent.shape[-1]), preferred_element_type=jnp.float32
+      x.reshape(-1, x.shape[-1]).T, cotangent.reshape(-1, cotangent.shape[-1]),
+      preferred_element_type=jnp.float32,
   )
-  return dx.astype(x.dtype), dkernel.astype(kernel.dtype)
+  return dx, dkernel.astype(kernel.dtype)
 
 
 _matmul.defvjp(_matmul_forward, _matmul_backward)
 
 
-def dot_general(x, kernel, dimension_numbers, precision=None, preferred_element_type=None):
-  """`dot_general` of `linen.Dense`: operands as they come, products and gradients accumulated in float32."""
-  del precision, preferred_element_type
-  (contracting, batch) = dimension_numbers
+def _dot_general(x, kernel, dimension_numbers, precision=None, *, dtype):
+  """`dot_general` of `linen.Dense`, for `x` and results in float32."""
+  del precision
+  contracting, batch = dimension_numbers
   if contracting != ((x.ndim - 1,), (0,)) or batch != ((), ()) or kernel.ndim != 2:
     raise NotImplementedError(f'only (..., in) @ (in, out) is needed here, not {dimension_numbers}')
-  return _matmul(x, kernel, x.dtype)
+  return _matmul(x.astype(jnp.float32), kernel, dtype)
 
 
-def linear(features: int, dtype: jnp.dtype, name: str) -> nn.Dense:
-  """A projection without bias, `(..., in) -> (..., features)` float32."""
-  return nn.Dense(features, use_bias=False, dtype=dtype, dot_general=dot_general, name=name)
+def linear(features: int, dtype: jnp.dtype, name: str | None) -> nn.Dense:
+  """A projection without bias, `(..., in) -> (..., features)` float32.
+
+  Both operands are cast to `dtype` inside the product, so that a float32 kernel gets a float32 gradient; sums are
+  float32, forward and backward.
+  """
+  return nn.Dense(
+      features, use_bias=False, name=name,
+      dot_general=functools.partial(_dot_general, dtype=dtype),
+      promote_dtype=lambda *arrays, dtype: arrays,
+  )
 
 
-def rms_norm(eps: float, name: str) -> nn.RMSNorm:
+def rms_norm(eps: float, name: str | None) -> nn.RMSNorm:
   """Root-mean-square norm with a learned scale, in float32."""
   return nn.RMSNorm(epsilon=eps, dtype=jnp.float32, name=name)
 

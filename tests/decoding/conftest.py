@@ -1,6 +1,7 @@
 """Tiny random models for decoding, and a drafter whose proposals a test writes down."""
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -16,10 +17,10 @@ EOS_IDS = (2, 5)
 
 @dataclasses.dataclass(frozen=True)
 class ScriptedDrafter:
-  """A drafter that proposes `variables['params']['tokens'][row, position]` where `use` is set there.
+  """A drafter that proposes `params['tokens'][row, position]` where `params['use']` is set there.
 
-  Elsewhere, and for the context, it is the drafter it wraps (`params['inner']`), so one can be wrong and right
-  at will and everything around it still runs.
+  Elsewhere, and for the context, it is the drafter it wraps: drafts can be wrong and right at will
+  while everything around them still runs.
   """
 
   inner: drafter_lib.Drafter
@@ -39,9 +40,16 @@ class ScriptedDrafter:
       return out
     positions = args[1][:, :, None] + jnp.arange(self.config.block_size)[None, None, :]
     rows = jnp.arange(positions.shape[0])[:, None, None]
-    # A row of the head is the hidden state that its own token likes best, where rows are equally long.
+    # Where the head's rows are equally long, each is the hidden state that favours its own token.
     wanted = params['head'][params['tokens'][rows, positions]]
     return jnp.where(params['use'][rows, positions][..., None], wanted, out)
+
+
+@functools.lru_cache
+def shapes_of(module, *args):
+  """Parameter shapes; arguments of `init` as (shape, dtype), `None` for the target's cache."""
+  zeros = [target_lib.init_cache(module.config, 1, 2) if a is None else jnp.zeros(*a) for a in args]
+  return jax.eval_shape(module.init, jax.random.key(0), *zeros)['params']
 
 
 def random_tree(shapes, seed, scale):
@@ -54,18 +62,22 @@ def random_tree(shapes, seed, scale):
 
 @pytest.fixture(scope='session')
 def make_target():
-  """A function (vocab, seed) -> (module, params); strong weights make its tokens irregular."""
+  """A function (vocab, seed, mute) -> (module, params); strong weights make its tokens irregular.
 
-  def make(vocab, seed):
+  Muted EOS tokens have logit 0, which is never the largest, so that every row runs to its limit.
+  """
+
+  def make(vocab, seed, mute=False):
     config = target_lib.TargetConfig(
         family='llama', vocab_size=vocab, num_layers=2, width=16, mlp_width=24, num_heads=4,
         num_kv_heads=2, head_dim=6, rope_theta=100.0, norm_eps=1e-5, max_length=128,
         tie_embeddings=False, eos_ids=tuple(e for e in EOS_IDS if e < vocab - 1))
     module = target_lib.Target(config)
-    tokens, cache = jnp.zeros((1, 2), jnp.int32), target_lib.init_cache(config, 1, 2)
-    shapes = jax.eval_shape(module.init, jax.random.key(0), tokens, tokens, cache)['params']
+    shapes = shapes_of(module, ((1, 2), jnp.int32), ((1, 2), jnp.int32), None)
     head = np.random.default_rng(seed + 1000).normal(size=(vocab, 16))
     head /= np.linalg.norm(head, axis=1, keepdims=True)
+    if mute:
+      head[list(EOS_IDS)] = 0
     params = random_tree(shapes, seed, 3.0)
     return module, {**params, 'lm_head': {'kernel': jnp.asarray(head.T, jnp.float32)}}
 
@@ -74,17 +86,16 @@ def make_target():
 
 @pytest.fixture(scope='session')
 def make_drafter():
-  """A function (target config, K, seed) -> (module, params), tapping the first and the last but one layer."""
+  """A function (target config, K, seed) -> (module, params) of a random drafter."""
 
   def make(target_config, block_size, seed):
     config = drafter_lib.from_target(
         target_config, num_layers=2, block_size=block_size,
         target_layers=tuple(sorted({0, target_config.num_layers - 2})), mask_token_id=1)
     module = drafter_lib.Drafter(config)
-    features = jnp.zeros((1, 2, len(config.target_layers) * config.width))
-    embeddings = jnp.zeros((1, 1, block_size, config.width))
-    anchors = jnp.zeros((1, 1), jnp.int32)
-    shapes = jax.eval_shape(module.init, jax.random.key(0), features, embeddings, anchors)['params']
+    shapes = shapes_of(
+        module, ((1, 2, len(config.target_layers) * config.width), jnp.float32),
+        ((1, 1, block_size, config.width), jnp.float32), ((1, 1), jnp.int32))
     return module, random_tree(shapes, seed, 1.5)
 
   return make
@@ -92,7 +103,7 @@ def make_drafter():
 
 @pytest.fixture(scope='session')
 def scripted():
-  """A function (drafter, its params, target params, tokens [B, L], use [B, L]) -> (drafter, params)."""
+  """A function (drafter, its params, target params, tokens, use [B, L]) -> (drafter, params)."""
 
   def make(drafter, params, target_params, tokens, use):
     return ScriptedDrafter(drafter), {

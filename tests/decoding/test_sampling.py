@@ -36,7 +36,7 @@ def test_categorical_against_exact_cumulative_sums(vocab):
     if not probs.sum():
       continue
     exact = np.cumsum(probs.astype(np.float64))
-    # At random, at both ends, and right at the steps, where rounding could choose an impossible token.
+    # At random, at both ends, and right at the steps, where rounding could go wrong.
     steps = (exact / exact[-1]).astype(np.float32)[rng.integers(0, vocab, size=300)]
     uniform = np.concatenate([
         [0, LAST_BELOW_ONE, np.nextafter(LAST_BELOW_ONE, np.float32(0))], steps,

@@ -1,4 +1,4 @@
-"""Speculative decoding says what the target alone says, token for token, however good or bad its drafts are."""
+"""Speculative decoding says what the target alone says, however good or bad its drafts are."""
 
 import functools
 import json
@@ -18,14 +18,15 @@ from dspec.models import target as target_lib
 
 GOLDEN = pathlib.Path(__file__).resolve().parents[1] / 'golden' / 'smollm2_greedy.json'
 WIDTH, LENGTHS, LIMIT, K = 7, (7, 3, 1, 5), 14, 4  # the batch that most tests decode, compiled once
-# Examples are drawn from a fixed seed: a near tie of two logits may break either way in float32, so a
-# fresh one would fail once in many thousand runs.
-few = settings(max_examples=12, deadline=None, derandomize=True)
+# Examples are drawn from a fixed seed: a near tie of two logits may break either way in float32, so
+# fresh ones would fail once in many thousand runs.
+few = settings(max_examples=10, deadline=None, derandomize=True)
 seeds = st.integers(0, 2**31)
 
 
 def draw_prompts(seed, width=WIDTH, lengths=LENGTHS, vocab=40):
-  prompts = np.random.default_rng(seed).integers(min(6, vocab - 2), vocab, size=(len(lengths), width))
+  rng = np.random.default_rng(seed)
+  prompts = rng.integers(min(6, vocab - 2), vocab, size=(len(lengths), width))
   return jnp.asarray(prompts, jnp.int32), jnp.asarray(lengths, jnp.int32)
 
 
@@ -46,9 +47,10 @@ def assert_same(got, want):
 
 
 def check_trace(trace, rows, prompt_lengths, block_size):
-  """The rounds, recomputed from the drafts and the final text alone. Returns the rounds of each row."""
+  """Recomputes the rounds from drafts and final text alone; returns how many each row had."""
   drafts, starts, accepted, gained = (
-      np.asarray(x) for x in (trace.drafts_BxRxS, trace.starts_BxR, trace.accepted_BxR, trace.gained_BxR))
+      np.asarray(x) for x in (
+          trace.drafts_BxRxS, trace.starts_BxR, trace.accepted_BxR, trace.gained_BxR))
   assert drafts.shape == (*starts.shape, block_size - 1)
   counts = []
   for row, text in enumerate(texts(rows)):
@@ -89,7 +91,8 @@ def speculate(make_target, make_drafter, scripted):
   """A function (params, prompts, lengths, tokens, ...) that decodes with written-down drafts."""
   module, _ = make_target(40, 0)
 
-  def run(params, prompts, lengths, tokens, block_size=K, limit=LIMIT, generate=speculative.generate):
+  def run(
+      params, prompts, lengths, tokens, block_size=K, limit=LIMIT, generate=speculative.generate):
     drafter, drafter_params = make_drafter(module.config, block_size, 0)
     drafter, drafter_params = scripted(
         drafter, drafter_params, params, tokens, np.ones(tokens.shape, bool))
@@ -139,12 +142,15 @@ def test_some_drafts_of_a_real_drafter_are_accepted(make_target, make_drafter):
   assert lengths_seen >= {0, 1, 2}
 
 
-# One token; a block longer than the limit; a prompt of one chunk; two chunks and two views, with
-# rows whose anchors and ends lie on both sides of position 64.
+# Two chunks and two views, with rows whose anchors and ends lie on both sides of position 64.
+LONG = (70, (1, 70, 60), 9, 3)
+
+
+# One token; a prompt of one chunk, and a block longer than the limit.
 @pytest.mark.parametrize('width,lengths,limit,block_size', [
-    (5, (5, 2), 1, 4), (4, (1, 4), 3, 8), (64, (64, 59), 6, 2), (70, (1, 70, 60), 9, 3)])
+    (4, (1, 4), 1, 8), (64, (64, 59), 3, 5), LONG])
 def test_shapes_and_limits(make_target, speculate, width, lengths, limit, block_size):
-  for seed in range(3):
+  for seed in range(2):
     module, params = make_target(40, seed)
     prompts, lengths = draw_prompts(seed, width, lengths)
     want = oracle(module, params, prompts, lengths, limit)
@@ -166,35 +172,27 @@ def rename(params, a, b):
 
 @pytest.mark.parametrize('share', [0.0, 0.75, 1.0])
 def test_eos_at_every_position(make_target, speculate, share):
-  """A target that never ends is renamed so that its j-th token is an EOS: of any round and any slot."""
-  module, params = make_target(40, 0)
+  """A target that never ends is renamed so that its j-th token is an EOS: in any slot."""
+  module, params = make_target(40, 0, mute=True)
   eos_ids = module.config.eos_ids
   assert len(eos_ids) == 2
-  mute = params['lm_head']['kernel'].at[:, np.array(eos_ids)].set(0)  # logit 0: never the largest
-  params = {**params, 'lm_head': {'kernel': mute}}
   prompts, lengths = draw_prompts(3)
   endless = oracle(module, params, prompts, lengths)
   np.testing.assert_array_equal(endless.lengths_B - lengths, LIMIT)
-  ended = set()
-  for row in range(len(LENGTHS)):
-    for j in range(LIMIT):
-      token = int(endless.tokens_BxT[row, LENGTHS[row] + j])
-      eos = eos_ids[j % 2]
-      swap = lambda x: np.where(np.asarray(x) == token, eos, np.where(np.asarray(x) == eos, token, x))
-      swapped = rename(params, token, eos)
-      tokens = script(np.random.default_rng(j), endless, share)
-      # Drafts go on being right behind the EOS.
-      got, trace = speculate(swapped, jnp.asarray(swap(prompts)), lengths, swap(tokens))
-      assert got.done_B.all()
-      for other, text in enumerate(texts(got)):
-        want = swap(endless.tokens_BxT[other])[LENGTHS[other]:LENGTHS[other] + LIMIT]
-        ends = np.flatnonzero(want == eos)
-        new = ends[0] + 1 if len(ends) else LIMIT
-        if len(ends):
-          ended.add(int(ends[0]))
-        np.testing.assert_array_equal(text[LENGTHS[other]:], want[:new])
-      check_trace(trace, got, LENGTHS, K)
-  assert ended == set(range(LIMIT))
+  outputs = [text[n:].tolist() for text, n in zip(texts(endless), LENGTHS)]
+  for j in range(LIMIT):
+    token = next(out[j] for out in outputs if out[j] not in out[:j])
+    eos = eos_ids[j % 2]
+    swap = lambda x: np.where(np.asarray(x) == token, eos, np.where(np.asarray(x) == eos, token, x))
+    tokens = script(np.random.default_rng(j), endless, share)
+    # Drafts go on being right behind the EOS.
+    got, trace = speculate(
+        rename(params, token, eos), jnp.asarray(swap(prompts)), lengths, swap(tokens))
+    assert got.done_B.all()
+    for text, out, length in zip(texts(got), outputs, LENGTHS):
+      new = out.index(token) + 1 if token in out else LIMIT
+      np.testing.assert_array_equal(text[length:], swap(out[:new]))
+    check_trace(trace, got, LENGTHS, K)
 
 
 def test_a_row_does_not_depend_on_its_neighbours(make_target, speculate):
@@ -218,8 +216,11 @@ def test_accepting_one_token_too_many_is_caught(make_target, speculate, monkeypa
   honest = verify.greedy
   monkeypatch.setattr(
       verify, 'greedy', lambda drafts, best: jnp.minimum(honest(drafts, best) + 1, drafts.shape[1]))
-  biased = jax.jit(
-      speculative.generate.__wrapped__, static_argnames=('target', 'drafter', 'max_new_tokens'))
+
+  def generate(*args, max_new_tokens):  # another function, so that nothing compiled before is used
+    return speculative.generate.__wrapped__(*args, max_new_tokens=max_new_tokens)
+
+  biased = jax.jit(generate, static_argnums=(0, 2), static_argnames='max_new_tokens')
   got, _ = speculate(params, prompts, lengths, tokens, generate=biased)
   with pytest.raises(AssertionError):
     assert_same(got, want)
@@ -234,38 +235,41 @@ def training_drafts(drafter, drafter_params, target_params, target, text, featur
   return target_lib.logits(target_params, hidden[:, :, 1:], target.dtype)
 
 
-@pytest.mark.parametrize('width,lengths', [(WIDTH, LENGTHS), (70, (70, 1, 62))])
+@pytest.mark.parametrize('width,lengths,limit,block_size', [(WIDTH, LENGTHS, LIMIT, K), LONG])
 def test_drafts_are_those_of_the_training_forward(
-    make_target, make_drafter, scripted, uncached, width, lengths):
-  """At every round, from features of the final text: nothing stale, shifted or missing in the drafter's cache.
+    make_target, make_drafter, scripted, uncached, width, lengths, limit, block_size):
+  """At every round, from features of the final text: nothing stale or shifted in its cache.
 
-  Half of the positions are drafted from the script, so that accepted prefixes of all lengths occur.
+  Part of the positions is drafted from the script, so that accepted prefixes of all lengths occur.
   """
-  module, params = make_target(40, 11)
-  inner, inner_params = make_drafter(module.config, K, 12)
-  prompts, lengths = draw_prompts(11, width, lengths)
-  want = oracle(module, params, prompts, lengths)
-  rng = np.random.default_rng(11)
-  tokens = script(rng, want, 0.9)
-  use = rng.random(tokens.shape) < 0.6
-  drafter, drafter_params = scripted(inner, inner_params, params, tokens, use)
-  got, trace = speculative.generate(
-      module, params, drafter, drafter_params, prompts, lengths, max_new_tokens=LIMIT)
-  assert_same(got, want)
-  check_trace(trace, got, np.asarray(lengths), K)
+  compared, accepted = 0, set()
+  for seed in range(6):
+    module, params = make_target(40, seed, mute=True)
+    inner, inner_params = make_drafter(module.config, block_size, seed)
+    prompts, lengths = draw_prompts(seed, width, lengths)
+    want = oracle(module, params, prompts, lengths, limit)
+    rng = np.random.default_rng(seed)
+    tokens = script(rng, want, 0.9, block_size)
+    use = rng.random(tokens.shape) < 0.75
+    drafter, drafter_params = scripted(inner, inner_params, params, tokens, use)
+    got, trace = speculative.generate(
+        module, params, drafter, drafter_params, prompts, lengths, max_new_tokens=limit)
+    assert_same(got, want)
+    check_trace(trace, got, np.asarray(lengths), block_size)
 
-  _, features = uncached(module, params, got.tokens_BxT, inner.config.target_layers)
-  starts = np.asarray(trace.starts_BxR)
-  logits = np.asarray(training_drafts(
-      inner, inner_params, params, module, got.tokens_BxT, features, jnp.maximum(trace.starts_BxR, 0)))
-  compared = 0
-  for row, r in np.argwhere(starts >= 0):
-    for k in range(1, K):
-      if not use[row, starts[row, r] + k]:
-        assert trace.drafts_BxRxS[row, r, k - 1] == logits[row, r, k - 1].argmax()
-        compared += 1
-  assert compared > 20
-  assert len(set(np.asarray(trace.accepted_BxR)[starts >= 0].tolist())) == K
+    _, features = uncached(module, params, got.tokens_BxT, inner.config.target_layers)
+    starts = np.asarray(trace.starts_BxR)
+    logits = np.asarray(training_drafts(
+        inner, inner_params, params, module, got.tokens_BxT, features,
+        jnp.maximum(trace.starts_BxR, 0)))
+    accepted |= set(np.asarray(trace.accepted_BxR)[starts >= 0].tolist())
+    for row, r in np.argwhere(starts >= 0):
+      for k in range(1, block_size):
+        if not use[row, starts[row, r] + k]:
+          assert trace.drafts_BxRxS[row, r, k - 1] == logits[row, r, k - 1].argmax()
+          compared += 1
+  assert compared > 30
+  assert accepted == set(range(block_size))
 
 
 def test_append_prefix():
@@ -293,14 +297,19 @@ def test_on_a_real_target(smollm2, make_drafter, scripted):
   width = max(len(p['prompt_ids']) for p in golden)
   prompts = jnp.asarray([p['prompt_ids'] + [0] * (width - len(p['prompt_ids'])) for p in golden])
   lengths = jnp.asarray([len(p['prompt_ids']) for p in golden])
-  want = oracle(module, params, prompts, lengths, 16)
+  # What `autoregressive.generate` said; tests/models/test_target.py holds it to that.
+  limit = 16
+  want = [p['prompt_ids'] + p['greedy_ids'][:limit] for p in golden]
   rng = np.random.default_rng(0)
-  tokens = script(rng, want, 1.0, block_size=8, vocab=config.vocab_size)
+  tokens = np.zeros((2, width + limit + 16), int)
+  for row, text in enumerate(want):
+    tokens[row, :len(text)] = text
   inner, inner_params = make_drafter(config, 8, 0)
   drafter, drafter_params = scripted(
       inner, inner_params, params, tokens, rng.random(tokens.shape) < 0.7)
   got, trace = speculative.generate(
-      module, params, drafter, drafter_params, prompts, lengths, max_new_tokens=16)
-  assert_same(got, want)
+      module, params, drafter, drafter_params, prompts, lengths, max_new_tokens=limit)
+  for text, wanted in zip(texts(got), want):
+    np.testing.assert_array_equal(text, wanted)
   rounds = check_trace(trace, got, np.asarray(lengths), 8)
   assert max(rounds) < 15 and min(rounds) > 2

@@ -1,4 +1,4 @@
-"""Tiny models with random parameters, and the arithmetic of a transformer once more, in float64 numpy."""
+"""Tiny models with random parameters, and a transformer's arithmetic once more, in numpy."""
 
 import types
 
@@ -32,8 +32,9 @@ def random_params():
 def tiny_config():
   """A Llama with grouped queries whose heads together are wider than the residual stream."""
   return target_lib.TargetConfig(
-      family='llama', vocab_size=13, num_layers=3, width=16, mlp_width=20, num_heads=4, num_kv_heads=2,
-      head_dim=6, rope_theta=100.0, norm_eps=1e-3, max_length=64, tie_embeddings=False, eos_ids=(2,))
+      family='llama', vocab_size=13, num_layers=3, width=16, mlp_width=20, num_heads=4,
+      num_kv_heads=2, head_dim=6, rope_theta=100.0, norm_eps=1e-3, max_length=64,
+      tie_embeddings=False, eos_ids=(2,))
 
 
 @pytest.fixture(scope='session')

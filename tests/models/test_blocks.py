@@ -57,7 +57,8 @@ def test_gated_mlp(reference, random_params):
   x = np.random.default_rng(3).normal(size=(2, 3, 5)).astype(np.float32)
   params = random_params(module, 4, x)
   assert jax.tree.map(jnp.shape, params) == {
-      'gate_proj': {'kernel': (5, 7)}, 'up_proj': {'kernel': (5, 7)}, 'down_proj': {'kernel': (7, 5)}}
+      'gate_proj': {'kernel': (5, 7)}, 'up_proj': {'kernel': (5, 7)},
+      'down_proj': {'kernel': (7, 5)}}
   np.testing.assert_allclose(
       module.apply({'params': params}, x), reference.mlp(x.astype(np.float64), params), atol=1e-5)
 
@@ -113,7 +114,7 @@ def test_every_product_of_a_bfloat16_step_has_bfloat16_operands(projection):
 
 def test_linear_refuses_other_products():
   with pytest.raises(NotImplementedError, match='is needed here'):
-    blocks.dot_general(jnp.ones((2, 3)), jnp.ones((3, 2)), (((0,), (1,)), ((), ())))
+    blocks._dot_general(jnp.ones((2, 3)), jnp.ones((3, 2)), (((0,), (1,)), ((), ())), dtype=jnp.float32)
 
 
 @pytest.mark.parametrize('heads,kv', [(6, 2), (3, 3), (4, 1)])

@@ -1,4 +1,4 @@
-"""The drafter against loops over anchors and slots, and its training forward against its decoding forward."""
+"""The drafter against loops over anchors and slots, and training against decoding forward."""
 
 import dataclasses
 
@@ -13,7 +13,8 @@ CONFIG = drafter_lib.DrafterConfig(
     num_layers=2, block_size=4, target_layers=(0, 1), mask_token_id=3, width=12, mlp_width=14,
     num_heads=4, num_kv_heads=2, head_dim=6, rope_theta=50.0, norm_eps=1e-3)
 B, T, A, K, D = 2, 11, 4, CONFIG.block_size, CONFIG.width
-# In the first row: no context, twice the same position, two blocks that overlap; in the second a block over the end.
+# In the first row: no context, twice the same position, two blocks that overlap; in the second a
+# block that reaches over the end.
 ANCHORS = np.array([[0, 5, 5, 7], [1, 3, 10, 0]])
 
 
@@ -94,7 +95,7 @@ def test_training_forward_against_loops(params, inputs, reference):
 
 
 def test_decoding_forward_is_training_forward(params, inputs):
-  """The cache is filled in pieces that hold wrong features beyond the anchor, overwritten later or never."""
+  """The cache is filled in pieces, wrong beyond the anchor and overwritten later or never."""
   features, embeddings, _ = inputs
   want = train(params, *inputs)
   rng = np.random.default_rng(2)
@@ -107,7 +108,7 @@ def test_decoding_forward_is_training_forward(params, inputs):
   for turn in range(A):
     block = order[:, turn]
     anchor = ANCHORS[np.arange(B), block]
-    # As decoding does: fixed-size pieces from the first unknown position on, of which a prefix is right.
+    # As decoding does: fixed-size pieces from the first unknown position on, right in a prefix.
     while (known < anchor).any():
       positions = known[:, None] + np.arange(K)[None, :]
       piece = 10 * rng.normal(size=(B, K, 2 * D))
@@ -153,7 +154,8 @@ def test_every_slot_sees_its_whole_block_and_every_tapped_layer(params, inputs):
     got = np.asarray(train(params, features, embeddings.at[:, :, slot].add(1.0), anchors))
     assert (got != want).any(-1).all()
   for layer in range(2):
-    got = np.asarray(train(params, features.at[:, 0, layer * D:(layer + 1) * D].add(1.0), embeddings, anchors))
+    other = features.at[:, 0, layer * D:(layer + 1) * D].add(1.0)
+    got = np.asarray(train(params, other, embeddings, anchors))
     np.testing.assert_array_equal((got != want).any((-1, -2)), ANCHORS > 0)
 
 

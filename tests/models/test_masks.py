@@ -57,8 +57,8 @@ def labels_by_loops(anchors, is_anchor, supervised, block_size):
 
 @settings(max_examples=40, deadline=None)
 @given(
-    shape=st.sampled_from([(1, 2, 5, 2), (2, 3, 8, 4), (2, 1, 3, 6)]), seed=st.integers(0, 2**32 - 1),
-    share=st.sampled_from([0.0, 0.7, 0.9, 1.0]))
+    shape=st.sampled_from([(1, 2, 5, 2), (2, 3, 8, 4), (2, 1, 3, 6)]),
+    seed=st.integers(0, 2**32 - 1), share=st.sampled_from([0.0, 0.7, 0.9, 1.0]))
 def test_valid_labels_by_loops(shape, seed, share):
   rows, num_anchors, length, block_size = shape
   rng = np.random.default_rng(seed)
@@ -77,5 +77,5 @@ def test_valid_labels_drawn():
   anchors = jnp.array([[0, 1, 2, 4, 5, 7, 3]])
   is_anchor = jnp.array([[1, 1, 1, 1, 1, 1, 0]], bool)
   got = masks.valid_labels(anchors, is_anchor, supervised, 4)[0]
-  # The anchor itself need not be supervised; what follows it must be, without a gap, inside the row.
+  # The anchor itself need not be supervised; what follows it must be, without a gap.
   assert draw_mask(got) == ['...', 'xxx', 'xx.', '...', 'xx.', '...', '...']

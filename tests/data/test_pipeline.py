@@ -1,0 +1,146 @@
+"""Training batches: anchors that have something to predict, and a stream that can be taken up anywhere."""
+
+from array_record.python import array_record_module
+import ml_dtypes
+import numpy as np
+import pytest
+
+from dspec.data import features
+from dspec.data import pipeline
+
+LENGTH, ANCHORS = 16, 4
+# (row's length, prompt length): usual, short, without an answer, with one answer token, of one token,
+# exactly full, longer than the batch, and a prompt that fills it.
+SHAPES = [(12, 3), (6, 2), (5, 5), (5, 4), (1, 1), (16, 1), (25, 10), (25, 17), (9, 2), (14, 6)]
+
+
+def make_rows():
+  rng = np.random.default_rng(0)
+  return [
+      (rng.integers(1, 99, n).tolist(), prompt, rng.normal(size=(n, 3)).astype(ml_dtypes.bfloat16))
+      for n, prompt in SHAPES]
+
+
+@pytest.fixture(scope='module')
+def paths(tmp_path_factory):
+  """Two files."""
+  folder = tmp_path_factory.mktemp('rows')
+  rows = make_rows()
+  result = []
+  for name, part in (('a', rows[:6]), ('b', rows[6:])):
+    result.append(folder / f'{name}.array_record')
+    writer = array_record_module.ArrayRecordWriter(str(result[-1]), 'group_size:1')
+    for row in part:
+      writer.write(features.encode_record(*row))
+    writer.close()
+  return result
+
+
+def iterator(paths, batch_size=2, seed=0):
+  return iter(pipeline.batches(
+      paths, seed=seed, batch_size=batch_size, length=LENGTH, anchors=ANCHORS))
+
+
+def stream(paths, count, **options):
+  """The first rows of the stream, whatever the batches."""
+  batch_size = options.get('batch_size', 2)
+  it = iterator(paths, **options)
+  rows = []
+  for _ in range(-(-count // batch_size)):
+    batch = next(it)
+    rows += [{k: v[r] for k, v in batch.items()} for r in range(batch_size)]
+  return rows[:count]
+
+
+def equal(a, b):
+  return a.keys() == b.keys() and all(np.array_equal(a[k], b[k]) for k in a)
+
+
+@pytest.mark.parametrize('case', range(len(SHAPES)))
+@pytest.mark.parametrize('with_features', [True, False])
+def test_make_row(case, with_features):
+  tokens, prompt, array = make_rows()[case]
+  record = features.encode_record(tokens, prompt, array if with_features else None)
+  kept = min(len(tokens), LENGTH)
+  for seed in range(20):
+    row = pipeline.make_row(record, np.random.default_rng(seed), length=LENGTH, anchors=ANCHORS)
+    assert row['tokens'].dtype == row['anchors'].dtype == np.int32
+    assert row['tokens'].tolist() == tokens[:LENGTH] + [0] * (LENGTH - kept)
+    assert row['supervised'].tolist() == [prompt <= t < kept for t in range(LENGTH)]
+    # Anchors: all that there are room and positions for, in the answer, with a label after them.
+    possible = [t for t in range(kept) if t >= prompt and t + 1 < kept]
+    found = row['anchors'][row['is_anchor']].tolist()
+    assert len(found) == min(ANCHORS, len(possible))
+    assert set(found) <= set(possible)
+    assert found == sorted(set(found))
+    assert row['anchors'].shape == row['is_anchor'].shape == (ANCHORS,)
+    assert not row['is_anchor'][len(found):].any() and not row['anchors'][len(found):].any()
+    assert ('features' in row) == with_features
+    if with_features:
+      assert row['features'].dtype == ml_dtypes.bfloat16
+      np.testing.assert_array_equal(row['features'][:kept], array[:LENGTH])
+      assert not row['features'][kept:].astype(np.float32).any()
+
+
+def test_every_anchor_is_drawn_as_often():
+  tokens, prompt, _ = make_rows()[0]  # Eight positions for four slots.
+  record = features.encode_record(tokens, prompt, None)
+  rng = np.random.default_rng(0)
+  counts = np.zeros(LENGTH)
+  for _ in range(4000):
+    np.add.at(counts, pipeline.make_row(record, rng, length=LENGTH, anchors=4)['anchors'], 1)
+  np.testing.assert_allclose(counts[3:11], 2000, atol=160)  # Five standard deviations.
+  assert counts.sum() == counts[3:11].sum()
+
+
+def test_epochs_hold_every_row_in_another_order(paths):
+  n = len(SHAPES)
+  rows = stream(paths, 3 * n)
+  epochs = [rows[i * n : (i + 1) * n] for i in range(3)]
+  wanted = sorted(tuple(tokens[:LENGTH]) for tokens, *_ in make_rows())
+  text = lambda row: tuple(row['tokens'][row['tokens'] > 0].tolist())
+  orders = [[text(row) for row in epoch] for epoch in epochs]
+  for order in orders:
+    assert sorted(order) == wanted
+  assert orders[0] != orders[1] != orders[2]
+  # Rows with more positions than slots get other anchors each time.
+  anchors = [{text(row): tuple(row['anchors']) for row in epoch} for epoch in epochs]
+  cut = [(tuple(tokens[:LENGTH]), prompt) for tokens, prompt, _ in make_rows()]
+  roomy = [tokens for tokens, prompt in cut if len(tokens) - 1 - prompt > ANCHORS + 1]
+  assert len(roomy) == 4
+  assert sum(anchors[0][t] != anchors[1][t] for t in roomy) >= 3
+
+
+def test_the_stream_does_not_depend_on_the_batch_size(paths):
+  wanted = stream(paths, 24, batch_size=2)
+  for batch_size in (3, 8):
+    assert all(map(equal, stream(paths, 24, batch_size=batch_size), wanted))
+
+
+def test_one_row_a_batch(paths):
+  assert all(map(equal, stream(paths, 12, batch_size=1), stream(paths, 12, batch_size=2)))
+
+
+def test_seed(paths):
+  assert all(map(equal, stream(paths, 10, seed=3), stream(paths, 10, seed=3)))
+  assert not all(map(equal, stream(paths, 10, seed=3), stream(paths, 10, seed=4)))
+
+
+@pytest.mark.parametrize('taken', [0, 1, 7])  # Seven batches of two: in the second epoch.
+def test_a_restored_iterator_goes_on_where_it_was(paths, taken):
+  it = iterator(paths)
+  for _ in range(taken):
+    next(it)
+  state = it.get_state()
+  wanted = [next(it) for _ in range(8)]
+  new = iterator(paths)
+  next(new)  # Restored from anywhere.
+  new.set_state(state)
+  assert all(map(equal, [next(new) for _ in range(8)], wanted))
+
+
+def test_rows_without_any_anchor(tmp_path):
+  path = features.write(tmp_path, None, None, [([1, 2, 3], 3)] * 2, ())
+  batch = next(iterator(path))
+  assert not batch['is_anchor'].any() and not batch['supervised'].any()
+  assert batch['tokens'].tolist() == [[1, 2, 3] + [0] * 13] * 2
