@@ -83,7 +83,7 @@ def default(budget: str = '') -> ml_collections.ConfigDict:
   data.prompt_temperature = 0.9
   data.max_response_tokens = 160
   data.response_temperature = 0.7
-  data.generation_batch_size = 128
+  data.generation_batch_size = 200
   data.features = 'cached'  # 'cached' on disk, or 'online': computed again at each step.
 
   drafter = config.drafter = ml_collections.ConfigDict()

@@ -68,26 +68,30 @@ def _attend(q, keys, values, positions_BxT, view):
   return jnp.einsum('bhqt,bhtd->bhqd', weights, values, preferred_element_type=jnp.float32)
 
 
-def _views(size: int):
-  """128, 192, 256, 384, 512, ... and the size itself: few programs to compile, at most half of the work in vain."""
-  view = 128
+def _views(size: int) -> list[int]:
+  """Lengths of the cache that attention may be cut to: 256, 1024, ... and all of it.
+
+  A cut copies what it keeps, so that finer steps cost more than they save.
+  """
+  views = []
+  view = 256
   while view < size:
-    yield view
-    view += view // 2 if view & (view - 1) == 0 else view // 3
-  yield size
+    views.append(view)
+    view *= 4
+  return [*views, size]
 
 
 def cached_attention(q_BxTxHxd, layer, positions_BxT) -> jax.Array:
-  """Causal attention over a cache, `[B, T, H*d]`; the work grows with the longest row, not with the cache.
+  """Causal attention over a cache, `[B, T, H*d]`; the work follows the longest row, not the cache.
 
   Positions outside the cache mark rows that have finished; what comes back for them has no meaning.
   """
   keys, values = layer
   size = keys.shape[-1]
   q = blocks.group_queries(q_BxTxHxd, keys.shape[1])
-  views = list(_views(size))
+  views = _views(size)
   longest = jnp.max(jnp.where(positions_BxT < size, positions_BxT, 0)) + 1
-  branch = jnp.searchsorted(jnp.array(views), longest)
+  branch = (longest > jnp.array(views)).sum()
   out = jax.lax.switch(
       branch,
       [lambda *args, view=view: _attend(*args, view) for view in views],

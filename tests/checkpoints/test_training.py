@@ -1,0 +1,106 @@
+"""Checkpoints: what goes in comes out, in another process' place, and nothing else is accepted."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dspec.checkpoints import training
+from dspec.data import features
+from dspec.data import pipeline
+from dspec.errors import UserError
+
+
+@pytest.fixture(scope='module')
+def paths(tmp_path_factory):
+  rows = [(list(range(10 * i, 10 * i + 9)), 2) for i in range(1, 8)]
+  return features.write(tmp_path_factory.mktemp('rows'), None, None, rows, ())
+
+
+@pytest.fixture
+def iterator(paths):
+  return lambda: iter(pipeline.batches(paths, seed=0, batch_size=2, length=10, anchors=2))
+
+
+def make_state(seed):
+  a, b, c = jax.random.split(jax.random.key(seed), 3)
+  return {
+      'step': jnp.array(seed, jnp.int32),
+      'params': {
+          'kernel': jax.random.normal(a, (3, 4)),
+          'half': jax.random.normal(b, (5,)).astype(jnp.bfloat16),
+      },
+      'opt_state': ({'mu': jax.random.normal(c, (3, 4))}, (), [jnp.array(7)]),
+  }
+
+
+def assert_same(a, b):
+  assert jax.tree.structure(a) == jax.tree.structure(b)
+  for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b)):
+    assert x.dtype == y.dtype
+    np.testing.assert_array_equal(x, y)
+
+
+def test_round_trip_into_a_fresh_manager(iterator, tmp_path):
+  it = iterator()
+  for _ in range(5):
+    next(it)
+  with training.open_manager(tmp_path) as manager:
+    training.save(manager, 5, make_state(5), it)
+  wanted = [next(it) for _ in range(6)]
+
+  new = iterator()
+  with training.open_manager(tmp_path) as manager:
+    assert manager.latest_step() == 5
+    state = training.restore(manager, make_state(99), new)
+  assert_same(state, make_state(5))
+  assert all(isinstance(x, jax.Array) for x in jax.tree.leaves(state))
+  for batch in wanted:
+    found = next(new)
+    assert all(np.array_equal(found[name], batch[name]) for name in batch)
+
+
+def test_the_newest_two_are_kept_and_the_newest_is_read(iterator, tmp_path):
+  with training.open_manager(tmp_path) as manager:
+    for step in (3, 6, 9):
+      training.save(manager, step, make_state(step), iterator())
+    assert sorted(manager.all_steps()) == [6, 9]
+  # What a stop in the middle of a save leaves behind.
+  (tmp_path / '12.orbax-checkpoint-tmp').mkdir()
+  with training.open_manager(tmp_path) as manager:
+    assert_same(training.restore(manager, make_state(0), iterator()), make_state(9))
+  params = training.restore_params(tmp_path)
+  assert_same(params, jax.tree.map(np.asarray, make_state(9)['params']))
+
+
+def test_a_checkpoint_that_is_there_is_left_alone(iterator, tmp_path):
+  with training.open_manager(tmp_path) as manager:
+    training.save(manager, 3, make_state(3), iterator())
+    training.save(manager, 3, make_state(4), iterator())
+    assert_same(training.restore(manager, make_state(0), iterator()), make_state(3))
+
+
+def with_kernel(state, kernel):
+  return {**state, 'params': {**state['params'], 'kernel': kernel}}
+
+
+@pytest.mark.parametrize('change,names', [
+    (lambda state: with_kernel(state, jnp.zeros((3, 5))), ['params/kernel']),
+    (lambda state: {**state, 'more': jnp.zeros(2)}, ['more']),
+    (lambda state: {k: v for k, v in state.items() if k != 'opt_state'}, ['opt_state/0/mu', 'opt_state/2/0']),
+])
+def test_another_state(iterator, tmp_path, change, names):
+  with training.open_manager(tmp_path) as manager:
+    training.save(manager, 3, make_state(3), iterator())
+  with training.open_manager(tmp_path) as manager:
+    with pytest.raises(UserError) as error:
+      training.restore(manager, change(make_state(0)), iterator())
+  message = str(error.value)
+  assert message.startswith(f'{tmp_path / "3"}: ') and '--workdir' in message
+  listed = message.partition('differing arrays: ')[2].partition('. Use')[0]
+  assert listed.split(', ') == names  # Those that differ, and no other.
+
+
+def test_no_checkpoint(tmp_path):
+  with pytest.raises(UserError, match='no checkpoint here'):
+    training.restore_params(tmp_path)

@@ -1,0 +1,474 @@
+"""The training loop: one step by another way, resuming to the bit, and what ends a run."""
+
+import copy
+import dataclasses
+import json
+import os
+import shutil
+import signal
+import time
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+
+from dspec import config as config_lib
+from dspec import sharding
+from dspec import train
+from dspec.checkpoints import training as checkpoints
+from dspec.data import dataset
+from dspec.data import features
+from dspec.data import pipeline
+from dspec.errors import UserError
+from dspec.losses import Objective, objective_from_logits
+from dspec.models import drafter as drafter_lib
+from dspec.models import target as target_lib
+
+TAPS, K, LENGTH, ANCHORS, BATCH = (0, 1), 4, 24, 3, 4
+# (row's length, prompt length); the third has one label only, the fourth no anchor.
+SHAPES = [(24, 5), (15, 4), (9, 7), (6, 6), (20, 10), (24, 2), (18, 3)]
+
+
+@pytest.fixture(scope='module', autouse=True)
+def compiled_once(tmp_path_factory):
+  """Runs that differ in nothing but when they stop share their compiled step."""
+  names = ('jax_compilation_cache_dir', 'jax_persistent_cache_min_compile_time_secs',
+           'jax_persistent_cache_min_entry_size_bytes')
+  old = [getattr(jax.config, name) for name in names]
+  for name, value in zip(names, (str(tmp_path_factory.mktemp('xla')), 0.0, -1)):
+    jax.config.update(name, value)
+  yield
+  for name, value in zip(names, old):
+    jax.config.update(name, value)
+
+
+@pytest.fixture(scope='module')
+def target():
+  config = target_lib.TargetConfig(
+      family='llama', vocab_size=29, num_layers=3, width=16, mlp_width=24, num_heads=4,
+      num_kv_heads=2, head_dim=4, rope_theta=100.0, norm_eps=1e-5, max_length=64,
+      tie_embeddings=True, eos_ids=(2,))
+  module = target_lib.Target(config)
+  tokens = jnp.zeros((1, 2), jnp.int32)
+  params = module.init(jax.random.key(0), tokens, tokens, target_lib.init_cache(config, 1, 2))
+  return module, params['params']
+
+
+def make_rows():
+  rng = np.random.default_rng(0)
+  return [(rng.integers(3, 29, n).tolist(), prompt) for n, prompt in SHAPES]
+
+
+@pytest.fixture(scope='module')
+def data(target, tmp_path_factory):
+  """{'cached', 'online': Dataset} of the same rows."""
+  result = {}
+  for name, model in (('cached', target[0]), ('online', None)):
+    paths = features.write(tmp_path_factory.mktemp(name), model, target[1], make_rows(), TAPS)
+    result[name] = dataset.Dataset(tuple(paths), (), LENGTH, {})
+  return result
+
+
+def make_config():
+  config = config_lib.default('smoke').copy_and_resolve_references()
+  config.drafter.update(num_layers=1, block_size=K, target_layers=TAPS, mask_token_id=1)
+  config.loss.update(gamma=3.0, first_error=0.3, chain=40.0)
+  config.train.update(
+      steps=8, batch_size=BATCH, anchors=ANCHORS, head_chunk=10, compute_dtype='float32',
+      checkpoint_every=4, log_every=1)
+  return config
+
+
+@pytest.fixture
+def config():
+  return make_config()
+
+
+@pytest.fixture
+def run(config, data, target):
+  """Trains in a folder."""
+  return lambda folder, kind='cached': train.run(config, folder, data[kind], *target)
+
+
+def records(folder, *left_out):
+  """metrics.jsonl, without what measures time."""
+  left_out = {'seconds', 'slots_per_second', *left_out}
+  lines = (folder / 'metrics.jsonl').read_text().splitlines()
+  return [{k: v for k, v in json.loads(line).items() if k not in left_out} for line in lines]
+
+
+def assert_same(a, b):
+  """Trees equal to the bit."""
+  jax.tree.map(np.testing.assert_array_equal, a, b)
+
+
+def saved(folder, step=None):
+  """(step, state as a tree of numpy arrays, iterator state) of a checkpoint."""
+  with checkpoints.open_manager(folder / 'checkpoints') as manager:
+    step = manager.latest_step() if step is None else step
+    state = manager.restore(step, args=ocp.args.Composite(state=ocp.args.StandardRestore()))
+  position = folder / 'checkpoints' / str(step) / 'data' / 'process_0-of-1.json'
+  return step, jax.tree.map(np.asarray, state['state']), json.loads(position.read_text())
+
+
+# ---- One step --------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def step(config, data, target):
+  """What `loss_fn` needs: a batch with every kind of row, and its other arguments."""
+  batch = next(iter(pipeline.batches(
+      data['cached'].paths, seed=0, batch_size=len(SHAPES), length=LENGTH, anchors=ANCHORS)))
+  drafter = drafter_lib.Drafter(train.make_drafter_config(config, target[0].config))
+  params = train.init_params(drafter, jax.random.key(7))
+  options = dict(
+      drafter=drafter, embedding_VxD=target[1]['embed']['embedding'],
+      head_VxD=target_lib.head_VxD(target[1]), spec=Objective(3.0, 0.3, 40.0), head_chunk=10)
+  return types.SimpleNamespace(params=params, batch=batch, options=options, drafter=drafter)
+
+
+def loss_and_gradient(step, batch):
+  f = lambda params, batch: train.loss_fn(params, batch, **step.options)
+  (loss, aux), gradient = jax.jit(jax.value_and_grad(f, has_aux=True))(step.params, batch)
+  return loss, aux, gradient
+
+
+def test_loss_and_gradient_from_full_logits(step, target):
+  loss, aux, gradient = loss_and_gradient(step, step.batch)
+
+  # Labels and validity, slot by slot, from the rows as they were written.
+  row_of = {tuple(tokens): (tokens, prompt) for tokens, prompt in make_rows()}
+  b = len(SHAPES)
+  labels, valid = np.zeros((b, ANCHORS, K - 1), int), np.zeros((b, ANCHORS, K - 1), bool)
+  blocks = np.full((b, ANCHORS, K), 1)
+  for r in range(b):
+    tokens, prompt = row_of[tuple(t for t in step.batch['tokens'][r].tolist() if t)]
+    for a, anchor in enumerate(step.batch['anchors'][r]):
+      blocks[r, a, 0] = (tokens + [0] * LENGTH)[anchor]
+      for k in range(1, K):
+        if step.batch['is_anchor'][r, a] and anchor + k < len(tokens):
+          labels[r, a, k - 1], valid[r, a, k - 1] = tokens[anchor + k], True
+  assert 0 < valid.sum() < valid.size and not valid.any((1, 2)).all()
+
+  embedding = target[1]['embed']['embedding']
+
+  def other(params):
+    hidden = step.drafter.apply(
+        {'params': params}, step.batch['features'], embedding[blocks], step.batch['anchors'])
+    logits = jnp.einsum('bakd,vd->bakv', hidden, embedding)[:, :, 1:]
+    return objective_from_logits(logits, jnp.asarray(labels), jnp.asarray(valid), Objective(3.0, 0.3, 40.0))
+
+  (wanted, wanted_aux), wanted_gradient = jax.jit(jax.value_and_grad(other, has_aux=True))(step.params)
+  np.testing.assert_allclose(loss, wanted, rtol=1e-5)
+  for name, value in vars(wanted_aux).items():
+    np.testing.assert_allclose(getattr(aux, name), value, rtol=1e-5, atol=1e-7, err_msg=name)
+  assert int(aux.num_slots) == valid.sum()
+  scale = optax.global_norm(wanted_gradient)
+  assert scale > 1e-2
+  jax.tree.map(
+      lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-3, atol=1e-5 * scale), gradient, wanted_gradient)
+  assert all(np.abs(x).max() > 0 for x in jax.tree.leaves(gradient))
+
+
+def test_slots_without_an_anchor_count_for_nothing(step):
+  wanted = loss_and_gradient(step, step.batch)
+  rng = np.random.default_rng(1)
+  batch = {k: np.copy(v) for k, v in step.batch.items()}
+  empty = ~batch['is_anchor']
+  assert empty.any()
+  batch['anchors'][empty] = rng.integers(0, LENGTH, empty.sum())
+  without = empty.all(1)
+  assert without.any()
+  batch['features'][without] = 9
+  # And a row more that has no anchor at all.
+  noise = {
+      'tokens': rng.integers(0, 29, (1, LENGTH), dtype=np.int32),
+      'supervised': np.ones((1, LENGTH), bool),
+      'anchors': rng.integers(0, LENGTH, (1, ANCHORS), dtype=np.int32),
+      'is_anchor': np.zeros((1, ANCHORS), bool),
+      'features': rng.normal(size=(1, *batch['features'].shape[1:])).astype(batch['features'].dtype),
+  }
+  batch = {k: np.concatenate([v, noise[k]]) for k, v in batch.items()}
+  found = loss_and_gradient(step, batch)
+  jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5), found, wanted)
+
+
+def test_a_batch_without_any_anchor_is_no_step_into_nan(step):
+  batch = {**step.batch, 'is_anchor': np.zeros_like(step.batch['is_anchor'])}
+  loss, aux, gradient = loss_and_gradient(step, batch)
+  assert float(loss) == 0 and int(aux.num_blocks) == 0
+  assert not any(np.any(x) for x in jax.tree.leaves(gradient))
+
+
+def test_optimizer(config):
+  """The rate warms up and decays; the gradient is clipped; scales of norms do not decay."""
+  config.train.update(steps=100, warmup_fraction=0.1, learning_rate=0.1, weight_decay=0.5, clip_norm=2.0)
+  optimizer = train.make_optimizer(config)
+  params = {'kernel': jnp.full((2, 2), 3.0), 'scale': jnp.full(2, 3.0)}
+  gradient = {'kernel': jnp.full((2, 2), 40.0), 'scale': jnp.full(2, -30.0)}
+  state = optimizer.init(params)
+  # A gradient that never changes: Adam's direction is its sign, whatever the size.
+  for step in range(100):
+    updates, state = optimizer.update(gradient, state, params)
+    rate = 0.1 * (step / 10 if step < 10 else 0.5 * (1 + np.cos(np.pi * (step - 10) / 90)))
+    np.testing.assert_allclose(updates['kernel'], np.full((2, 2), -rate * (1 + 0.5 * 3)), rtol=1e-4, atol=1e-7)
+    np.testing.assert_allclose(updates['scale'], np.full(2, rate), rtol=1e-4, atol=1e-7)
+  moment = state[1][0].mu
+  norm = np.sqrt(4 * 40.0**2 + 2 * 30.0**2)
+  np.testing.assert_allclose(moment['kernel'][0, 0], 40 * 2 / norm, rtol=1e-3)
+
+
+# ---- Whole runs ------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope='module')
+def whole(tmp_path_factory, data, target):
+  """(folder, parameters, summary, batches) of an uninterrupted run of eight steps, checkpoints at 4 and 8."""
+  folder = tmp_path_factory.mktemp('whole')
+  with pytest.MonkeyPatch.context() as patch:
+    batches = record_batches(patch)
+    params, summary = train.run(make_config(), folder, data['cached'], *target)
+  return folder, params, summary, batches
+
+
+def record_batches(monkeypatch):
+  """A list that every batch sent to the device is added to."""
+  batches, original = [], jax.device_put
+
+  def device_put(x, *args, **kwargs):
+    if isinstance(x, dict) and 'anchors' in x:
+      batches.append(copy.deepcopy(x))
+    return original(x, *args, **kwargs)
+
+  monkeypatch.setattr(jax, 'device_put', device_put)
+  return batches
+
+
+def interrupt(monkeypatch, at, number=signal.SIGTERM):
+  """Sends this process a signal while it prepares step `at`."""
+  original, calls = sharding.batch, []
+
+  def batch(mesh):
+    calls.append(mesh)
+    if len(calls) == at:
+      os.kill(os.getpid(), number)
+    return original(mesh)
+
+  monkeypatch.setattr(sharding, 'batch', batch)
+
+
+def test_whole_run(whole):
+  folder, params, summary, batches = whole
+  found = records(folder)
+  assert [record['step'] for record in found] == list(range(1, 9))
+  assert [record['loss'] for record in summary['curve']] == [record['loss'] for record in found]
+  assert summary['steps'] == summary['steps_this_run'] == 8
+  assert summary['drafter_parameters'] == sum(x.size for x in jax.tree.leaves(params))
+  assert all(x.dtype == np.float32 for x in jax.tree.leaves(params))
+  assert len(batches) == 8
+  with checkpoints.open_manager(folder / 'checkpoints') as manager:
+    assert sorted(manager.all_steps()) == [4, 8]
+  # What is logged belongs to its step: the slots of its own batch.
+  for record, batch in zip(found, batches):
+    ends = [(batch['tokens'][r] > 0).sum() for r in range(BATCH)]
+    slots = sum(
+        min(K - 1, ends[r] - 1 - a)
+        for r in range(BATCH) for a, real in zip(batch['anchors'][r], batch['is_anchor'][r]) if real)
+    assert record['num_slots'] == slots
+
+
+@pytest.mark.parametrize('number', [signal.SIGTERM, signal.SIGINT])
+def test_a_stopped_run_resumes_to_the_bit(whole, run, tmp_path, monkeypatch, number):
+  folder, params, _, batches = whole
+  handlers = [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)]
+  seen = record_batches(monkeypatch)
+  with monkeypatch.context() as patch:
+    interrupt(patch, at=5, number=number)
+    with pytest.raises(KeyboardInterrupt):
+      run(tmp_path)
+  assert [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)] == handlers
+  assert saved(tmp_path)[0] == 5  # Not at a multiple of checkpoint_every: it is the stop's own.
+  assert records(tmp_path) == records(folder)[:5]
+  assert len(seen) == 5
+
+  again, summary = run(tmp_path)
+  assert len(seen) == 8
+  for a, b in zip(seen, batches):
+    assert_same(a, b)
+  assert_same(again, params)
+  assert records(tmp_path) == records(folder)
+  assert [record['step'] for record in summary['curve']] == list(range(1, 9))
+  assert summary['steps_this_run'] == 3
+  (_, state, position), (_, wanted_state, wanted_position) = saved(tmp_path), saved(folder)
+  assert_same(state, wanted_state)
+  assert position == wanted_position
+
+
+def test_a_killed_run_resumes_from_its_last_checkpoint(whole, run, tmp_path):
+  """Metrics of the steps that are done again are not there twice."""
+  folder, params, *_ = whole
+  shutil.copytree(folder, tmp_path / 'killed')
+  shutil.rmtree(tmp_path / 'killed' / 'checkpoints' / '8')
+  again, summary = run(tmp_path / 'killed')
+  assert summary['steps_this_run'] == 4
+  assert_same(again, params)
+  assert records(tmp_path / 'killed') == records(folder)
+
+
+def test_a_line_that_a_kill_has_cut_is_no_obstacle(whole, run, tmp_path):
+  folder, params, *_ = whole
+  killed = tmp_path / 'killed'
+  shutil.copytree(folder, killed)
+  shutil.rmtree(killed / 'checkpoints' / '8')
+  text = (killed / 'metrics.jsonl').read_text()
+  (killed / 'metrics.jsonl').write_text(text[: len(text) - 40])
+  again, _ = run(killed)
+  assert_same(again, params)
+  assert records(killed) == records(folder)
+
+
+def test_a_finished_run_is_not_trained_again(whole, run, tmp_path, monkeypatch):
+  folder, params, summary, _ = whole
+  shutil.copytree(folder, tmp_path / 'copy')
+  seen = record_batches(monkeypatch)
+  again, second = run(tmp_path / 'copy')
+  assert not seen
+  assert_same(again, params)
+  assert second['steps_this_run'] == 0
+  assert second['curve'] == summary['curve']
+  assert_same(checkpoints.restore_params(folder / 'checkpoints'), params)
+
+
+def test_a_stop_during_the_last_step_is_not_lost(run, tmp_path, monkeypatch):
+  with monkeypatch.context() as patch:
+    interrupt(patch, at=8)
+    with pytest.raises(KeyboardInterrupt):
+      run(tmp_path)
+  assert run(tmp_path)[1]['steps_this_run'] == 0
+
+
+def test_a_second_interrupt_stops_at_once():
+  with pytest.raises(KeyboardInterrupt):
+    with train.stop_signals() as stopped:
+      os.kill(os.getpid(), signal.SIGINT)
+      assert stopped == [signal.SIGINT]
+      os.kill(os.getpid(), signal.SIGTERM)
+      assert stopped == [signal.SIGINT, signal.SIGTERM]
+      os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_another_seed_another_run(whole, run, config, tmp_path):
+  config.seed = 1
+  run(tmp_path)
+  assert records(tmp_path)[0]['loss'] != records(whole[0])[0]['loss']
+
+
+def test_arms_start_alike(whole, run, config, tmp_path):
+  """Another loss on the same seed: same weights, same anchors, so the same first block accuracies."""
+  config.loss.update(gamma=None, first_error=0.0, chain=0.0)
+  run(tmp_path)
+  of_loss = ('loss', 'gradient_norm', 'cross_entropy', 'first_error')  # The latter two are weighted.
+  assert records(tmp_path, *of_loss)[0] == records(whole[0], *of_loss)[0]
+  assert records(tmp_path)[0]['loss'] != records(whole[0])[0]['loss']
+  slots = lambda folder: [(r['num_slots'], r['slot_count']) for r in records(folder)]
+  assert slots(tmp_path) == slots(whole[0])
+
+
+def test_online_features_give_the_same_losses(whole, run, tmp_path):
+  run(tmp_path, 'online')
+  for found, wanted in zip(records(tmp_path), records(whole[0])):
+    for name in ('loss', 'gradient_norm', 'expected_accepted', 'num_slots'):
+      # The same up to features that round to the other neighbour in bfloat16.
+      np.testing.assert_allclose(found[name], wanted[name], rtol=1e-2, err_msg=name)
+
+
+def test_bfloat16_is_near(whole, run, config, tmp_path):
+  config.train.compute_dtype = 'bfloat16'
+  params, _ = run(tmp_path)
+  assert all(x.dtype == np.float32 for x in jax.tree.leaves(params))
+  for found, wanted in zip(records(tmp_path), records(whole[0])):
+    np.testing.assert_allclose(found['loss'], wanted['loss'], rtol=0.05)
+    assert found['num_slots'] == wanted['num_slots']
+
+
+def test_one_step_is_a_whole_schedule(run, config, tmp_path):
+  config.train.steps = 1
+  assert run(tmp_path)[1]['steps_this_run'] == 1
+
+
+def test_learns_a_row_by_heart(config, target, tmp_path):
+  """One row over and over: whole blocks are right in the end."""
+  (tmp_path / 'data').mkdir()
+  paths = features.write(tmp_path / 'data', *target, [make_rows()[0]], TAPS)
+  config.train.update(steps=150, batch_size=2, learning_rate=1e-2, log_every=10, checkpoint_every=150)
+  _, summary = train.run(config, tmp_path, dataset.Dataset(tuple(paths), (), LENGTH, {}), *target)
+  first, last = summary['curve'][0], summary['curve'][-1]
+  assert first['accepted_length'] < 2.2
+  # Blocks near the row's end are shorter: four tokens a round are the most.
+  assert last['accepted_length'] > 3
+  assert min(last['slot_accuracy']) > 0.9
+
+
+# ---- What ends a run -------------------------------------------------------------------------------
+
+
+def test_a_loss_that_is_not_finite_ends_the_run(run, config, tmp_path):
+  config.train.update(learning_rate=1e38, checkpoint_every=100)
+  with pytest.raises(FloatingPointError, match=r'^step \d: loss (nan|inf)') as error:
+    run(tmp_path)
+  assert str(tmp_path / 'checkpoints') in str(error.value)
+  found = records(tmp_path)
+  # Up to the first update that has a rate all is well; the step named is the one after the last good.
+  assert found and all(np.isfinite(record['loss']) for record in found)
+  assert str(error.value).startswith(f'step {found[-1]["step"] + 1}:')
+
+
+def test_nothing_that_is_not_finite_is_saved(config, data, target, tmp_path):
+  config.train.checkpoint_every = 1
+  params = {**target[1], 'embed': {'embedding': target[1]['embed']['embedding'] * jnp.nan}}
+  with pytest.raises(FloatingPointError, match='step 1: '):
+    train.run(config, tmp_path, data['cached'], target[0], params)
+  with checkpoints.open_manager(tmp_path / 'checkpoints') as manager:
+    assert manager.latest_step() is None
+
+
+@pytest.mark.parametrize('change,names', [
+    ({'num_layers': 2}, ['params/layers_1/']),
+    ({'target_layers': (1,)}, ['params/fc/kernel']),
+])
+def test_a_checkpoint_of_another_drafter(whole, config, data, target, tmp_path, change, names):
+  shutil.copytree(whole[0], tmp_path / 'copy')
+  config.drafter.update(change)
+  with pytest.raises(UserError) as error:
+    train.run(config, tmp_path / 'copy', data['cached'], *target)
+  for word in (str(tmp_path / 'copy' / 'checkpoints' / '8'), '--workdir', *names):
+    assert word in str(error.value)
+  assert saved(tmp_path / 'copy')[0] == 8
+
+
+# ---- Speed -----------------------------------------------------------------------------------------
+
+
+def test_seconds_include_the_wait_for_the_device(run, monkeypatch, tmp_path):
+  """Fetching metrics is where the loop waits: time spent there is time of a step."""
+
+  class SlowNumpy:
+
+    def __getattr__(self, name):
+      return getattr(np, name)
+
+    def asarray(self, x):
+      time.sleep(0.005)
+      return np.asarray(x)
+
+  monkeypatch.setattr(train, 'np', SlowNumpy())
+  _, summary = run(tmp_path)
+  metrics = len([name for name in summary['curve'][0] if name not in ('step', 'seconds', 'slots_per_second')])
+  for record in summary['curve']:
+    assert record['seconds'] > 0.005 * metrics
+    np.testing.assert_allclose(record['slots_per_second'] * record['seconds'], record['num_slots'])
+  assert sum(record['seconds'] for record in summary['curve']) <= summary['seconds']
