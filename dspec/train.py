@@ -46,9 +46,8 @@ class TrainState:
 def make_optimizer(config: ml_collections.ConfigDict) -> optax.GradientTransformation:
   """AdamW with linear warm-up, cosine decay to zero and clipping by the global norm; norm scales do not decay."""
   t = config.train
-  schedule = optax.warmup_cosine_decay_schedule(
-      0.0, t.learning_rate, max(1, round(t.warmup_fraction * t.steps)), t.steps
-  )
+  warmup = min(max(1, round(t.warmup_fraction * t.steps)), t.steps - 1)
+  schedule = optax.warmup_cosine_decay_schedule(0.0, t.learning_rate, warmup, t.steps)
   return optax.chain(
       optax.clip_by_global_norm(t.clip_norm),
       optax.adamw(
@@ -190,8 +189,12 @@ def run(
   curve = _read_curve(metrics_path, start)
 
   # ---- The loop: metrics are fetched one step late, so that the device never waits ----------------
-  def log(step, metrics, seconds):
+  def log(step, metrics):
+    nonlocal last
     metrics = jax.tree.map(lambda x: np.asarray(x).tolist(), metrics)
+    # Taken after the fetch, which is where the loop waits for the device.
+    now = time.perf_counter()
+    seconds, last = now - last, now
     if not (np.isfinite(metrics['loss']) and np.isfinite(metrics['gradient_norm'])):
       raise FloatingPointError(
           f'step {step}: loss {metrics["loss"]}, gradient norm {metrics["gradient_norm"]}. The last checkpoint '
@@ -205,25 +208,23 @@ def run(
       with metrics_path.open('a') as file:
         file.write(json.dumps(record) + '\n')
 
-  begin = time.perf_counter()
+  begin = last = time.perf_counter()
   pending = None
   with jax.set_mesh(mesh), stop_signals() as stopped, tqdm.tqdm(
       total=t.steps, initial=start, desc=f'training {folder.name}', unit='step', smoothing=0.05
   ) as bar:
-    last = time.perf_counter()
     for step in range(start + 1, t.steps + 1):
       batch = jax.device_put(next(iterator), sharding.batch(mesh))
       state, metrics = step_fn(state, batch, target_params)
       if pending:
-        log(*pending, time.perf_counter() - last)
-        last = time.perf_counter()
+        log(*pending)
       pending = step, metrics
       if step % t.checkpoint_every == 0 or step == t.steps or stopped:
-        log(*pending, time.perf_counter() - last)
+        log(*pending)
         pending = None
         checkpoints.save(manager, step, state, iterator)
         last = time.perf_counter()
-      if stopped and step < t.steps:
+      if stopped:
         manager.close()
         raise KeyboardInterrupt
   seconds = time.perf_counter() - begin

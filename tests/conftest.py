@@ -8,9 +8,11 @@ import pytest
 
 from dspec.checkpoints import gguf
 from dspec.checkpoints import package
+from dspec.models import target as target_lib
 
 jax.config.update('jax_numpy_rank_promotion', 'raise')
 jax.config.update('jax_default_matmul_precision', 'float32')
+target_lib._SMALLEST_VIEW = 64  # So that short rows, too, attend to their cache in several lengths.
 
 
 @pytest.fixture(scope='session')

@@ -77,7 +77,7 @@ def test_unknown_budget_names_the_nearest():
     ('data.prompts', '/nowhere/prompts.jsonl', 'no such file'),
     ('data.prompts', 'tfds:gsm8k:train', 'tfds:NAME:split:field'),
     ('data.num_prompts', 0, 'at least 1'),
-    ('data.held_out', 900, 'below data.num_prompts=900'),
+    ('data.held_out', 640, 'below data.num_prompts=640'),
     ('data.held_out', 0, 'at least 1'),
     ('data.held_out', -1, 'at least 0'),
     ('data.max_prompt_tokens', 0, 'at least 1'),
@@ -214,8 +214,8 @@ class _Tokenizer:
     ('drafter.mask_token_id', 49152, 'its rows are 0 to 49151'),
     ('drafter.mask_token_id', 2, 'template uses this token'),
     ('drafter.mask_token_id', 9690, 'template uses this token'),
-    ('data.max_response_tokens', 8192 - 5 - 64 - 16 + 1, '8193 tokens; the target holds 8192'),
-    ('evaluate.max_new_tokens', 8192 - 5 - 64 - 16 + 1, '8193 tokens; the target holds 8192'),
+    ('data.max_response_tokens', 8192 - 5 - 60 - 16 + 1, '8193 tokens; the target holds 8192'),
+    ('evaluate.max_new_tokens', 8192 - 5 - 60 - 16 + 1, '8193 tokens; the target holds 8192'),
 ])
 def test_against_the_target(key, value, text):
   config = config_lib.apply_overrides(config_lib.default(), {key: value})

@@ -14,7 +14,9 @@ from dspec.errors import UserError
 def open_manager(folder: pathlib.Path, keep: int = 2) -> ocp.CheckpointManager:
   """The manager of a folder of checkpoints; the newest `keep` stay."""
   options = ocp.CheckpointManagerOptions(max_to_keep=keep, create=True, enable_async_checkpointing=False)
-  return ocp.CheckpointManager(epath.Path(folder.absolute()), options=options)
+  # Named handlers, so that a manager that has saved nothing yet can describe what it finds.
+  handlers = {'state': ocp.StandardCheckpointHandler(), 'data': grain.checkpoint.CheckpointHandler()}
+  return ocp.CheckpointManager(epath.Path(folder.absolute()), options=options, item_handlers=handlers)
 
 
 def save(manager: ocp.CheckpointManager, step: int, state: Any, iterator: grain.DatasetIterator) -> None:
@@ -45,7 +47,8 @@ def restore(manager: ocp.CheckpointManager, state: Any, iterator: grain.DatasetI
   }
   saved, wanted = shapes(metadata), shapes(state)
   if saved != wanted:
-    differing = sorted(k for k in saved.keys() | wanted.keys() if saved.get(k) != wanted.get(k))
+    differing = [k for k in saved.keys() | wanted.keys() if saved.get(k) != wanted.get(k)]
+    differing.sort(key=lambda name: (not name.startswith('params/'), name))
     raise UserError(
         f'{folder}: the checkpoint does not match the config; differing arrays: {", ".join(differing[:5])}'
         f'{" ..." if len(differing) > 5 else ""}. Use another --workdir.'

@@ -112,6 +112,14 @@ def _prepare(config, folder, model, params, tokenizer) -> Dataset:
         f'--config.data.max_prompt_tokens={data.max_prompt_tokens} tokens and {data.held_out} are held out; '
         'none is left to train on'
     )
+  taps = tuple(config.drafter.target_layers)
+  online = data.features == 'online'
+  name = 'tokens' if online else 'features-' + _key(taps=taps, version=_VERSION)
+  feature_width = len(taps) * model.config.width
+  if not online and not (folder / name).exists():
+    # Before the answers, whose lengths are not known yet: that every one is as long as it may be.
+    most = sum(map(len, training)) + len(training) * data.max_response_tokens
+    features_lib.check_disk(folder, most, feature_width)
   answers = responses_lib.sample_resumably(
       folder / 'responses.jsonl', model, params, training, list(range(len(training))),
       jax.random.fold_in(jax.random.key(data.seed), 1), name='writing answers',
@@ -131,11 +139,9 @@ def _prepare(config, folder, model, params, tokenizer) -> Dataset:
         'data; choose a row of the embedding that no text uses'
     )
   num_tokens = sum(len(row) for row, _ in rows)
-  taps = tuple(config.drafter.target_layers)
-  online = data.features == 'online'
-  name = 'tokens' if online else 'features-' + _key(taps=taps, version=_VERSION)
-  if not online and not (folder / name).exists():
-    features_lib.check_disk(folder, num_tokens, len(taps) * model.config.width)
+  files = features_lib.file_paths(folder / name, len(rows))
+  if not online and not all(path.exists() for path in files):
+    features_lib.check_disk(folder, num_tokens, feature_width)
   (folder / name).mkdir(exist_ok=True)
   paths = features_lib.write(folder / name, None if online else model, params, rows, taps)
   stats = {

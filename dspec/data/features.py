@@ -50,10 +50,10 @@ def check_disk(folder: pathlib.Path, num_tokens: int, feature_width: int) -> int
   size = int(num_tokens * feature_width * 2 * _SPARE)
   folder.mkdir(parents=True, exist_ok=True)
   free = shutil.disk_usage(folder).free
-  logging.info('cached features: %.2f GB to write, %.1f GB free in %s', size / 1e9, free / 1e9, folder)
+  logging.info('cached features: at most %.2f GB to write, %.1f GB free in %s', size / 1e9, free / 1e9, folder)
   if size > free:
     raise UserError(
-        f'{folder}: the features of {num_tokens} tokens need {size / 1e9:.2f} GB, but the disk has '
+        f'{folder}: the features of up to {num_tokens} tokens need {size / 1e9:.2f} GB, but the disk has '
         f'{free / 1e9:.2f} GB left. Free some, put the cache elsewhere with --config.cache_dir, or set '
         '--config.data.features=online.'
     )
@@ -75,6 +75,12 @@ def decode_record(data: bytes) -> dict[str, Any]:
   if 'features' in record:
     record['features'] = record['features'].view(ml_dtypes.bfloat16)
   return record
+
+
+def file_paths(folder: pathlib.Path, num_rows: int) -> list[pathlib.Path]:
+  """The files that `write` makes."""
+  count = -(-num_rows // _ROWS_PER_FILE)
+  return [folder / f'rows-{i:05d}-of-{count:05d}.array_record' for i in range(count)]
 
 
 def write(
@@ -99,8 +105,7 @@ def write(
   Returns:
     The files. A file appears under its name only when it is complete.
   """
-  count = -(-len(rows) // _ROWS_PER_FILE)
-  paths = [folder / f'rows-{i:05d}-of-{count:05d}.array_record' for i in range(count)]
+  paths = file_paths(folder, len(rows))
   with tqdm.tqdm(total=len(rows), desc='target features', unit='row') as bar:
     for i, path in enumerate(paths):
       part = rows[i * _ROWS_PER_FILE : (i + 1) * _ROWS_PER_FILE]

@@ -67,7 +67,7 @@ def batches(
       grain.MapDataset.source(source)
       .seed(seed)
       .shuffle()
-      .repeat()
+      .repeat(2**31)  # Endless; without a number Grain overflows at batch size 1.
       .random_map(functools.partial(_with_rng, length=length, anchors=anchors))
       .batch(batch_size)
   )

@@ -1,10 +1,13 @@
 """What the target itself writes: prompts (arXiv 2406.08464) and answers, sampled in a continuously refilled batch."""
 
 import collections
+from concurrent import futures
 import functools
 import json
 import math
 import pathlib
+import queue
+import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -21,6 +24,8 @@ from dspec.models import target as target_lib
 
 _STEPS_PER_VISIT = 8  # Decoding steps between two looks at which rows have finished.
 _MAX_ROUNDS = 4  # Of self-synthesis, before it is given up.
+# Batches in flight at once. One CPU program leaves cores idle in its sequential parts; another fills them.
+_CPU_STREAMS = 2
 
 
 @functools.partial(jax.jit, static_argnames=('model', 'temperature'), donate_argnames=('rows', 'cache'))
@@ -68,13 +73,57 @@ def sample(
     key: source of randomness.
     max_new_tokens: length limit of a continuation.
     temperature: 0 takes the most probable token.
-    batch_size: rows decoded together.
+    batch_size: rows decoded at once.
 
   Yields:
     (index of the prompt, its continuation; the last token is an EOS unless it was cut at the limit), as they finish.
   """
   if not prompts:
     return
+  # Dealt out in advance, so that which rows share a batch does not depend on timing.
+  streams = _CPU_STREAMS if jax.default_backend() == 'cpu' else 1
+  streams = min(streams, len(prompts), batch_size)
+  stop = threading.Event()
+  yield from _interleave(
+      [
+          _stream(
+              model, params, prompts, seeds, key, stop, range(start, len(prompts), streams), max_new_tokens,
+              temperature, batch_size // streams,
+          )
+          for start in range(streams)
+      ],
+      stop,
+  )
+
+
+def _interleave(streams: Sequence[Iterator[Any]], stop: threading.Event) -> Iterator[Any]:
+  """What all streams yield, as it comes; each runs in a thread of its own until `stop` is set."""
+  results = queue.SimpleQueue()
+
+  def drain(stream):
+    try:
+      for item in stream:
+        results.put(item)
+    finally:
+      results.put(None)
+
+  with futures.ThreadPoolExecutor(len(streams)) as pool:
+    tasks = [pool.submit(drain, stream) for stream in streams]
+    try:
+      for _ in tasks:
+        yield from iter(results.get, None)
+        for task in futures.wait(tasks, return_when=futures.FIRST_COMPLETED).done:
+          task.result()  # Raises what the stream has raised.
+      for task in tasks:
+        task.result()
+    finally:
+      stop.set()
+
+
+def _stream(
+    model, params, prompts, seeds, key, stop, indices, max_new_tokens, temperature, batch_size
+) -> Iterator[tuple[int, list[int]]]:
+  """`sample` of the prompts at `indices`, in one batch, until `stop` is set."""
   group = -(-batch_size // 4)  # Rows admitted together: a fixed shape, for one compilation.
   chunk = autoregressive.PREFILL_CHUNK
   size = -(-(max(map(len, prompts)) + max_new_tokens) // chunk) * chunk
@@ -83,9 +132,9 @@ def sample(
       jnp.ones(n, bool), jnp.zeros(n, jnp.uint32),
   )
   rows, cache = blank(batch_size), target_lib.init_cache(model.config, batch_size, size)
-  waiting = collections.deque(range(len(prompts)))
+  waiting = collections.deque(indices)
   occupant = [None] * batch_size
-  while waiting or any(i is not None for i in occupant):
+  while (waiting or any(i is not None for i in occupant)) and not stop.is_set():
     free = [slot for slot, i in enumerate(occupant) if i is None]
     live = batch_size - len(free)
     while waiting and (len(free) >= min(group, len(waiting)) or not live):

@@ -19,6 +19,8 @@ Cache = tuple[tuple[jax.Array, jax.Array], ...]
 
 FAMILIES = ('llama',)
 
+_SMALLEST_VIEW = 256  # See `_views`.
+
 
 @dataclasses.dataclass(frozen=True)
 class TargetConfig:
@@ -74,7 +76,7 @@ def _views(size: int) -> list[int]:
   A cut copies what it keeps, so that finer steps cost more than they save.
   """
   views = []
-  view = 256
+  view = _SMALLEST_VIEW
   while view < size:
     views.append(view)
     view *= 4

@@ -1,6 +1,7 @@
 """Sampling from the target: whatever shares the batch, each prompt gets its own continuation, once."""
 
 import json
+import threading
 import types
 
 import jax
@@ -86,6 +87,20 @@ def test_samples_differ_by_seed_and_key(target):
   assert collect(target, same, seeds=[5] * 8, temperature=1.0) == [found[5]] * 8
   other = collect(target, same, key=jax.random.key(2), temperature=1.0)
   assert all(a != b for a, b in zip(found, other))
+
+
+def test_an_error_in_one_stream_ends_all(target, prompts, monkeypatch):
+  original = responses._admit
+
+  def admit(model, params, rows, cache, new, *args):
+    if (np.asarray(new.lengths_B) == 33).any():  # One prompt's length.
+      raise ValueError('broken')
+    return original(model, params, rows, cache, new, *args)
+
+  monkeypatch.setattr(responses, '_admit', admit)
+  with pytest.raises(ValueError, match='broken'):
+    collect(target, prompts)
+  assert threading.active_count() == 1
 
 
 def test_one_token_and_no_prompt(target, prompts):

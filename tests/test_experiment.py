@@ -1,0 +1,149 @@
+"""Whole runs of the program on the real target: the path from nothing to a report, stopping, resuming, refusing."""
+
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+
+from dspec import config as config_lib
+from dspec import experiment
+from dspec.errors import UserError
+
+ROOT = pathlib.Path(__file__).parents[1]
+PNG = b'\x89PNG\r\n\x1a\n'
+
+
+def command(workdir, *words):
+  return [
+      sys.executable, '-m', 'dspec.main', f'--config={ROOT}/experiments/chain_loss.py:smoke',
+      '--config.evaluate.sets=("held_out",)', f'--workdir={workdir}', *words]
+
+
+@pytest.fixture(scope='module')
+def environment(smollm2_path, tmp_path_factory):
+  """A cache of its own, so that the data is made anew, with the target already in it."""
+  cache = tmp_path_factory.mktemp('cache')
+  (cache / 'targets').symlink_to(smollm2_path.parent)
+  assert (cache / smollm2_path.relative_to(smollm2_path.parents[1])).exists()
+  return {**os.environ, 'PYTHONPATH': str(ROOT), 'JAX_PLATFORMS': 'cpu', 'DSPEC_CACHE_DIR': str(cache)}
+
+
+@pytest.fixture(scope='module')
+def smoke(environment, tmp_path_factory):
+  """(folder, what was printed) of a whole run of the main experiment's smallest budget."""
+  folder = tmp_path_factory.mktemp('smoke') / 'work'
+  done = subprocess.run(
+      command(folder), env=environment, capture_output=True, text=True, timeout=600, check=False)
+  assert done.returncode == 0, done.stderr
+  return folder, done.stdout
+
+
+def test_from_nothing_to_a_report(smoke):
+  folder, printed = smoke
+  results = json.loads((folder / 'report.json').read_text())
+  assert results['data']['training_prompts'] <= 20 and results['data']['held_out_prompts'] == 4
+  [arm] = results['arms']
+  assert arm['loss'] == {'gamma': 10.0, 'first_error': 0.3, 'chain': 40.0}
+  assert [record['step'] for record in arm['curve']] == [1, 2, 3, 4, 5, 6]
+  assert all(np.isfinite(record['loss']) for record in arm['curve'])
+
+  measured = arm['sets']['held_out']
+  assert measured['dtype'] == 'float32'
+  assert measured['identical_prompts'] == measured['num_prompts'] == 2
+  accepted = measured['accepted_length']['micro']
+  assert 1 <= accepted <= 16
+  # Every round yields its accepted drafts and one bonus token.
+  assert accepted == pytest.approx(measured['new_tokens'] / measured['rounds'])
+  assert f'{accepted:.3f}' in printed or f'{accepted:.2f}' in printed
+
+  report = (folder / 'report.md').read_text()
+  images = sorted(folder.glob('*.png'))
+  assert len(images) == 2
+  for image in images:
+    assert image.read_bytes()[:8] == PNG and image.name in report
+
+
+def test_the_same_command_again_trains_nothing(smoke, environment):
+  """Another evaluation is a free change; the weights are those of the checkpoint."""
+  folder, _ = smoke
+  curve = (folder / 'chain_loss' / 'metrics.jsonl').read_text()
+  before = json.loads((folder / 'report.json').read_text())['arms'][0]
+  done = subprocess.run(
+      command(folder, '--config.evaluate.max_new_tokens=12'), env=environment, capture_output=True,
+      text=True, timeout=600, check=False)
+  assert done.returncode == 0, done.stderr
+  arm = json.loads((folder / 'report.json').read_text())['arms'][0]
+  assert arm['train']['steps_this_run'] == 0
+  assert arm['curve'] == before['curve']
+  assert (folder / 'chain_loss' / 'metrics.jsonl').read_text() == curve
+  measured = arm['sets']['held_out']
+  assert measured['identical_prompts'] == measured['num_prompts'] == 2
+  assert measured['new_tokens'] <= 2 * 12
+
+
+def test_another_experiment_in_the_same_folder(smoke, environment):
+  folder, _ = smoke
+  before = {path: path.stat().st_mtime_ns for path in folder.rglob('*')}
+  done = subprocess.run(
+      command(folder, '--config.loss.chain=1'), env=environment, capture_output=True, text=True, timeout=120,
+      check=False)
+  assert done.returncode == 2
+  assert done.stderr.startswith('error: ') and 'loss.chain' in done.stderr and '--workdir' in done.stderr
+  assert {path: path.stat().st_mtime_ns for path in folder.rglob('*')} == before
+
+
+def test_interrupt_saves_and_says_how_to_resume(smoke, environment, tmp_path):
+  """`smoke` has made the data."""
+  words = command(tmp_path / 'work', '--config.train.steps=2000', '--config.train.checkpoint_every=2000')
+  metrics = tmp_path / 'work' / 'chain_loss' / 'metrics.jsonl'
+  with subprocess.Popen(words, env=environment, stderr=subprocess.PIPE, text=True) as run:
+    give_up = time.monotonic() + 300
+    while not (metrics.exists() and metrics.read_text()) and time.monotonic() < give_up:
+      assert run.poll() is None, run.stderr.read()
+      time.sleep(0.2)
+    run.send_signal(signal.SIGINT)
+    _, err = run.communicate(timeout=120)
+  assert run.returncode == 130, err
+  assert 'The same command resumes' in err and '--config.train.steps=2000' in err
+  assert 'Traceback' not in err
+  [step] = [int(p.name) for p in (tmp_path / 'work' / 'chain_loss' / 'checkpoints').iterdir() if p.name.isdigit()]
+  assert step == len(metrics.read_text().splitlines())
+
+
+# ---- What is refused ------------------------------------------------------------------------------------
+
+
+def test_a_folder_of_another_run(tmp_path):
+  config = config_lib.default()
+  (tmp_path / 'config.json').write_text(config_lib.to_json(config))
+  experiment.check_workdir(config, tmp_path)
+  free = config_lib.apply_overrides(config, {'evaluate.num_prompts': 3, 'train.log_every': 7})
+  experiment.check_workdir(free, tmp_path)
+  for key, value in (('train.steps', 401), ('seed', 1), ('data.num_prompts', 641), ('loss.gamma', 3.0)):
+    with pytest.raises(UserError, match=f'differ in {key}. '):
+      experiment.check_workdir(config_lib.apply_overrides(config, {key: value}), tmp_path)
+
+
+def test_a_damaged_or_impossible_folder(tmp_path):
+  (tmp_path / 'config.json').write_text('{"seed": ')
+  with pytest.raises(UserError, match='config.json is damaged'):
+    experiment.check_workdir(config_lib.default(), tmp_path)
+  with pytest.raises(UserError, match='is a file; give a folder'):
+    experiment.check_workdir(config_lib.default(), tmp_path / 'config.json')
+
+
+def test_arms():
+  config = config_lib.load(str(ROOT / 'experiments' / 'ablation.py'))
+  found = {name: (arm.loss.gamma, arm.loss.first_error, arm.loss.chain) for name, arm in experiment.arms(config)}
+  assert found == {
+      'uniform': (None, 0.0, 0.0), 'weighting': (10.0, 0.0, 0.0), 'first_error': (10.0, 0.3, 0.0),
+      'chain': (10.0, 0.3, 40.0)}
+  assert list(found) == ['uniform', 'weighting', 'first_error', 'chain']
+  [(name, alone)] = experiment.arms(config_lib.load(str(ROOT / 'experiments' / 'chain_loss.py')))
+  assert name == 'chain_loss' and alone.loss.chain == 40.0
