@@ -263,7 +263,9 @@ def _read_curve(path: pathlib.Path, step: int) -> list[dict[str, Any]]:
   """The metrics up to a step; later ones, from a run that went on past its checkpoint, are removed."""
   if not path.exists():
     return []
-  records = [json.loads(line) for line in path.read_text().splitlines()]
+  # A line that a kill has cut in two has no newline yet.
+  lines = path.read_text().splitlines(keepends=True)
+  records = [json.loads(line) for line in lines if line.endswith('\n')]
   records = [record for record in records if record['step'] <= step]
   path.write_text(''.join(json.dumps(record) + '\n' for record in records))
   return records
