@@ -5,8 +5,8 @@ reaches every arm that has the term.
 
   python -m dspec.main --config=experiments/ablation.py
 
-Time on 2 CPU cores: TBD by lead.
-Accepted length, held out / HumanEval: TBD by lead.
+Time on 2 CPU cores: not measured yet.
+Accepted length, held out / HumanEval: not measured yet.
 """
 
 import ml_collections

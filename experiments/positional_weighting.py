@@ -2,8 +2,8 @@
 
   python -m dspec.main --config=experiments/positional_weighting.py
 
-Time on 2 CPU cores: TBD by lead.
-Accepted length, held out / HumanEval: TBD by lead.
+Time on 2 CPU cores: not measured yet.
+Accepted length, held out / HumanEval: not measured yet.
 """
 
 import ml_collections
