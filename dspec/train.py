@@ -17,6 +17,7 @@ import numpy as np
 import optax
 import tqdm
 
+from dspec import json_lines
 from dspec import sharding
 from dspec.checkpoints import training as checkpoints
 from dspec.data import dataset as dataset_lib
@@ -261,11 +262,8 @@ def init_params(drafter: drafter_lib.Drafter, key: jax.Array) -> Any:
 
 def _read_curve(path: pathlib.Path, step: int) -> list[dict[str, Any]]:
   """The metrics up to a step; later ones, from a run that went on past its checkpoint, are removed."""
-  if not path.exists():
-    return []
-  # A line that a kill has cut in two has no newline yet.
-  lines = path.read_text().splitlines(keepends=True)
-  records = [json.loads(line) for line in lines if line.endswith('\n')]
-  records = [record for record in records if record['step'] <= step]
-  path.write_text(''.join(json.dumps(record) + '\n' for record in records))
+  found = json_lines.read_whole(path)
+  records = [record for record in found if record['step'] <= step]
+  if len(records) < len(found):
+    path.write_text(''.join(json.dumps(record) + '\n' for record in records))
   return records

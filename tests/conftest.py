@@ -4,6 +4,7 @@ import os
 import pathlib
 
 import jax
+import jax.numpy as jnp
 import pytest
 
 from dspec.checkpoints import gguf
@@ -26,3 +27,20 @@ def smollm2_path() -> pathlib.Path:
 def smollm2(smollm2_path):
   """(config, float32 params, tokenizer) of the real default target. Do not modify."""
   return gguf.load_target(smollm2_path)
+
+
+@pytest.fixture(scope='session')
+def untrained_target():
+  """A function (seed, changes of the shape) -> (module, float32 params) of a tiny Llama as flax initialises it."""
+
+  def make(seed=0, **changes):
+    config = target_lib.TargetConfig(**{
+        'family': 'llama', 'vocab_size': 23, 'num_layers': 3, 'width': 16, 'mlp_width': 24, 'num_heads': 4,
+        'num_kv_heads': 2, 'head_dim': 6, 'rope_theta': 100.0, 'norm_eps': 1e-5, 'max_length': 128,
+        'tie_embeddings': True, 'eos_ids': (2,), **changes})
+    module = target_lib.Target(config)
+    tokens = jnp.zeros((1, 2), jnp.int32)
+    params = module.init(jax.random.key(seed), tokens, tokens, target_lib.init_cache(config, 1, 2))
+    return module, params['params']
+
+  return make

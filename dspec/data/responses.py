@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import tqdm
 
+from dspec import json_lines
 from dspec.data import prompts as prompts_lib
 from dspec.decoding import autoregressive
 from dspec.decoding import sampling
@@ -163,13 +164,7 @@ def sample_resumably(path: pathlib.Path, model, params, prompts, seeds, key, *, 
   Returns:
     The continuations in the order of the prompts.
   """
-  found = {}
-  if path.exists():
-    lines = path.read_text().splitlines(keepends=True)
-    # A line that a stop has cut in two has no newline yet.
-    records = [json.loads(line) for line in lines if line.endswith('\n')]
-    path.write_text(''.join(line for line in lines if line.endswith('\n')))
-    found = {record['index']: record['tokens'] for record in records}
+  found = {record['index']: record['tokens'] for record in json_lines.read_whole(path)}
   missing = [i for i in range(len(prompts)) if i not in found]
   with path.open('a') as file, tqdm.tqdm(
       total=len(prompts), initial=len(prompts) - len(missing), desc=name, unit='row', smoothing=0.05

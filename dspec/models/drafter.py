@@ -6,7 +6,6 @@ output head are the target's own, frozen; this module maps embeddings to final h
 """
 
 import dataclasses
-from typing import Any
 
 import flax.linen as nn
 import jax

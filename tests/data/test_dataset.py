@@ -7,7 +7,6 @@ import threading
 import types
 
 import grain
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -25,16 +24,10 @@ PROMPTS = ['Why is the sky blue?', 'Name three rivers.', 'Hello there!', 'Write 
 
 
 @pytest.fixture(scope='module')
-def target():
+def target(untrained_target):
   """A tiny Llama over the real tokenizer's vocabulary."""
-  config = target_lib.TargetConfig(
-      family='llama', vocab_size=49152, num_layers=3, width=WIDTH, mlp_width=24, num_heads=2,
-      num_kv_heads=1, head_dim=8, rope_theta=100.0, norm_eps=1e-5, max_length=256,
-      tie_embeddings=True, eos_ids=(EOS,))
-  module = target_lib.Target(config)
-  tokens = jnp.zeros((1, 2), jnp.int32)
-  params = module.init(jax.random.key(0), tokens, tokens, target_lib.init_cache(config, 1, 2))
-  return module, params['params']
+  return untrained_target(vocab_size=49152, width=WIDTH, num_heads=2, num_kv_heads=1, head_dim=8, max_length=256,
+                          eos_ids=(EOS,))
 
 
 @pytest.fixture

@@ -19,15 +19,8 @@ WIDTH = 16
 
 
 @pytest.fixture(scope='module')
-def target():
-  config = target_lib.TargetConfig(
-      family='llama', vocab_size=23, num_layers=3, width=WIDTH, mlp_width=24, num_heads=4,
-      num_kv_heads=2, head_dim=6, rope_theta=100.0, norm_eps=1e-5, max_length=128,
-      tie_embeddings=True, eos_ids=(2,))
-  module = target_lib.Target(config)
-  tokens = jnp.zeros((1, 2), jnp.int32)
-  params = module.init(jax.random.key(3), tokens, tokens, target_lib.init_cache(config, 1, 2))
-  return module, params['params']
+def target(untrained_target):
+  return untrained_target(3, width=WIDTH)
 
 
 @pytest.fixture(scope='module')

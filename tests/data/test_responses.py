@@ -12,23 +12,16 @@ import pytest
 from dspec.data import responses
 from dspec.decoding import autoregressive
 from dspec.errors import UserError
-from dspec.models import target as target_lib
 
 EOS_IDS = (2, 5)
 LIMIT = 20
 
 
 @pytest.fixture(scope='module')
-def target():
-  """(module, params) of a float32 Llama whose tokens are irregular and often an EOS."""
-  config = target_lib.TargetConfig(
-      family='llama', vocab_size=23, num_layers=2, width=16, mlp_width=24, num_heads=4,
-      num_kv_heads=2, head_dim=6, rope_theta=100.0, norm_eps=1e-5, max_length=128,
-      tie_embeddings=True, eos_ids=EOS_IDS)
-  module = target_lib.Target(config)
-  tokens = jnp.zeros((1, 2), jnp.int32)
-  params = module.init(jax.random.key(3), tokens, tokens, target_lib.init_cache(config, 1, 2))
-  return module, jax.tree.map(lambda x: 3 * x if x.ndim > 1 else x, params['params'])
+def target(untrained_target):
+  """(module, params) whose tokens are irregular and often an EOS."""
+  module, params = untrained_target(3, num_layers=2, eos_ids=EOS_IDS)
+  return module, jax.tree.map(lambda x: 3 * x if x.ndim > 1 else x, params)
 
 
 @pytest.fixture(scope='module')
