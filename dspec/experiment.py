@@ -88,8 +88,16 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
 
   # ---- Evaluation: in float32, where exactness is promised ---------------------------------------
   with stage('evaluation'):
+    e = config.evaluate
     sets = prompt_sets(config, data, humaneval, tokenizer, target_config)
-    evaluations = evaluate_arms(config, target_config, params, trained, sets)
+    evaluations = evaluate_arms(
+        config, target_config, params, trained, sets, batch_size=e.batch_size, block_size=e.block_size
+    )
+    # One user waits for one answer: the speed that accepted length is for, above all where compute is scarce.
+    alone = {name: prompts[: e.latency_prompts] for name, prompts in sets.items() if e.latency_prompts}
+    latencies = evaluate_arms(
+        config, target_config, params, trained, alone, batch_size=1, block_size=e.latency_block_size
+    )
 
   # ---- Report ------------------------------------------------------------------------------------
   results = {
@@ -113,6 +121,7 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
               'train': {k: v for k, v in summary.items() if k != 'curve'},
               'curve': summary['curve'],
               'sets': evaluations[name],
+              'latency': latencies[name],
           }
           for name, arm, _, summary in trained
       ],
@@ -162,7 +171,7 @@ def target_path(config: ml_collections.ConfigDict, cache_dir: pathlib.Path) -> p
 def prompt_sets(config, data, humaneval, tokenizer, target_config) -> dict[str, list[list[int]]]:
   """Token ids of each evaluation set's prompts, the first `config.evaluate.num_prompts` of it."""
   e = config.evaluate
-  block = e.block_size or config.drafter.block_size
+  block = max(e.block_size or config.drafter.block_size, e.latency_block_size)
   sources = {
       'held_out': lambda: list(data.held_out),
       'humaneval': lambda: [
@@ -181,15 +190,27 @@ def prompt_sets(config, data, humaneval, tokenizer, target_config) -> dict[str, 
   return sets
 
 
-def evaluate_arms(config, target_config, params, trained, sets) -> dict[str, dict[str, Any]]:
-  """{arm: {set: measures}}; plain decoding is run once a set, and every arm is compared with the first."""
+def evaluate_arms(
+    config, target_config, params, trained, sets, *, batch_size: int, block_size: int
+) -> dict[str, dict[str, Any]]:
+  """{arm: {set: measures}}; plain decoding is run once a set, and every arm is compared with the first.
+
+  Args:
+    config: the whole config.
+    target_config: the target's.
+    params: the target's parameters, float32.
+    trained: (name, config, drafter parameters, summary) of each arm.
+    sets: prompts of each set, see `prompt_sets`.
+    batch_size: prompts decoded at once.
+    block_size: of decoding; 0 for the trained one.
+  """
   if not sets:
     return {name: {} for name, *_ in trained}
   e = config.evaluate
   target = target_lib.Target(target_config, jnp.float32)
   params = jax.device_put(params)
   options = {
-      'batch_size': min(e.batch_size, max(map(len, sets.values()))),
+      'batch_size': min(batch_size, max(map(len, sets.values()))),
       'prompt_width': max(map(evaluate.prompt_width, sets.values())),
       'max_new_tokens': e.max_new_tokens,
   }
@@ -202,7 +223,7 @@ def evaluate_arms(config, target_config, params, trained, sets) -> dict[str, dic
   measures, first, compiled = {}, {}, {}
   for arm_name, arm, arm_params, _ in trained:
     shape = train.make_drafter_config(arm, target_config)
-    shape = dataclasses.replace(shape, block_size=e.block_size or shape.block_size)
+    shape = dataclasses.replace(shape, block_size=block_size or shape.block_size)
     if shape not in compiled:
       drafter = drafter_lib.Drafter(shape, jnp.float32)
       compiled[shape] = evaluate.compile_speculative(target, params, drafter, arm_params, **options)

@@ -53,6 +53,7 @@ def write(workdir: str | pathlib.Path, results: Mapping[str, Any]) -> str:
       target, data, machine: {name: number or text};
       arms: list of {name, loss: {gamma, first_error, chain}, train: {name: number},
         curve: [{step, and any of loss, accepted_length, cross_entropy, ...}], sets: {name: S}}.
+        latency: as sets, of prompts decoded one at a time; may be empty.
       S has num_prompts, new_tokens, rounds, identical_prompts, block_size, dtype, batch_size,
         ended_share, waste (shares in [0, 1]), accepted_length: {micro, micro_interval [2], macro,
         macro_interval [2]}, acceptance_by_slot [K-1] (share of rounds in which slots 1..k were all
@@ -73,17 +74,31 @@ def write(workdir: str | pathlib.Path, results: Mapping[str, Any]) -> str:
 
 
 def terminal_table(results: Mapping[str, Any]) -> str:
-  """A line for each arm and set, narrow enough for a terminal."""
+  """A line for each arm and set, narrow enough for a terminal, and the same for one prompt at a time."""
   left_out = ('macro', 'tokens/s', 'plain tokens/s', PAPER_COLUMN)
   rows = comparison_rows(results['arms'])
-  return _table([{key: row[key] for key in row if key not in left_out} for row in rows], 'simple')
+  tables = [_table([{key: row[key] for key in row if key not in left_out} for row in rows], 'simple')]
+  rows = latency_rows(results['arms'])
+  if rows:
+    tables += ['One prompt at a time:', _table(rows, 'simple')]
+  return '\n\n'.join(tables)
 
 
-def comparison_rows(arms: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
+def latency_rows(arms: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
+  """For each arm and set {column: text} of what was decoded one prompt at a time."""
+  left_out = ('macro', 'gain', 'waste', PAPER_COLUMN)
+  measures = [s for arm in arms for s in arm['latency'].values()]
+  return [
+      {**{key: row[key] for key in row if key not in left_out}, 'block size': str(s['block_size'])}
+      for row, s in zip(comparison_rows(arms, 'latency'), measures, strict=True)
+  ]
+
+
+def comparison_rows(arms: Sequence[Mapping[str, Any]], of: str = 'sets') -> list[dict[str, str]]:
   """The main table: for each arm and set {column: text}; columns empty in all rows are left out."""
   rows = []
   for arm in arms:
-    for set_name, s in arm['sets'].items():
+    for set_name, s in arm[of].items():
       length, gain = s['accepted_length'], s['gain']
       fast, plain = s['speculative_tokens_per_second'], s['autoregressive_tokens_per_second']
       rows.append({
@@ -116,6 +131,8 @@ def markdown(results: Mapping[str, Any]) -> str:
       'arm': arm['name'],
       **{key: _text(value) for key, value in {**arm['loss'], **arm['train']}.items()},
   } for arm in arms]
+  alone = latency_rows(arms)
+  latency = ['## One prompt at a time', _table(alone)] if alone else []
   parts = [
       f"# {results['experiment']} (seed {results['seed']})",
       f"    {results['command']}",
@@ -124,6 +141,7 @@ def markdown(results: Mapping[str, Any]) -> str:
       *(f'Gain is over the arm `{name}`.' for name in over),
       _NOTES,
       _table(details),
+      *latency,
       '## Acceptance by slot',
       '![acceptance by slot](acceptance_by_slot.png)',
       'Share of rounds in which slots 1 to k were all accepted:',

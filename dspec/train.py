@@ -92,13 +92,46 @@ def loss_fn(
   return objective(scores, valid, spec)
 
 
+def init_state(
+    key: jax.Array, batch: dict[str, jax.Array], target_params, *, optimizer, target, drafter
+) -> TrainState:
+  """Fresh parameters and optimizer state; a pure function, to be jitted with the keyword arguments bound.
+
+  The residual stream of a language model grows with depth, and a few of its dimensions are far larger than the
+  others: left alone, the last tapped layer drowns the first ones. So the drafter's `feature_scale` is measured here,
+  and every feature reaches it with a mean square of 1.
+
+  Args:
+    key: of the parameters.
+    batch: the first one of training.
+    target_params: the target's.
+    optimizer: see `make_optimizer`.
+    target: the target.
+    drafter: the drafter.
+  """
+  params = init_params(drafter, key)
+  batch = _with_features(batch, target, target_params, drafter.config)
+  # Of the answers only: the first tokens of a prompt often carry activations like no other token's.
+  of_answer = batch['supervised'][:, :, None]
+  squares = jnp.sum(jnp.square(batch['features'].astype(jnp.float32)), axis=(0, 1), where=of_answer)
+  mean_square = squares / jnp.maximum(jnp.sum(of_answer), 1)
+  params['feature_scale'] = jnp.where(mean_square > 0, jax.lax.rsqrt(mean_square), 1.0)
+  return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params))
+
+
+def _with_features(batch, target, target_params, drafter_config):
+  """The batch with the target's features, computed here if they are not read from disk."""
+  if 'features' in batch:
+    return batch
+  features = features_lib.compute(target, target_params, batch['tokens'], drafter_config.target_layers)
+  return {**batch, 'features': jax.lax.stop_gradient(features)}
+
+
 def train_step(
     state: TrainState, batch, target_params, *, optimizer, target, drafter, spec, head_chunk
 ) -> tuple[TrainState, dict[str, jax.Array]]:
   """One step; a pure function, to be jitted with the keyword arguments bound."""
-  if 'features' not in batch:
-    features = features_lib.compute(target, target_params, batch['tokens'], drafter.config.target_layers)
-    batch = {**batch, 'features': jax.lax.stop_gradient(features)}
+  batch = _with_features(batch, target, target_params, drafter.config)
   loss = functools.partial(
       loss_fn, batch=batch, drafter=drafter, embedding_VxD=target_params['embed']['embedding'],
       head_VxD=target_lib.head_VxD(target_params), spec=spec, head_chunk=head_chunk,
@@ -162,20 +195,17 @@ def run(
   optimizer = make_optimizer(config)
   replicated = sharding.replicated(mesh)
   target_params = jax.device_put(target_params, replicated)
-  iterator = iter(pipeline.batches(
+  batches = pipeline.batches(
       data.paths, seed=config.seed, batch_size=t.batch_size, length=data.length, anchors=t.anchors
-  ))
-
-  def init(key):
-    params = init_params(drafter, key)
-    return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params))
-
+  )
+  iterator = iter(batches)
+  models = {'optimizer': optimizer, 'target': target, 'drafter': drafter}
   # out_shardings on the initialisation too: without them the optimizer's moments may land elsewhere.
-  state = jax.jit(init, out_shardings=replicated)(jax.random.key(config.seed))
+  state = jax.jit(functools.partial(init_state, **models), out_shardings=replicated)(
+      jax.random.key(config.seed), jax.device_put(next(iter(batches)), sharding.batch(mesh)), target_params
+  )
   step_fn = jax.jit(
-      functools.partial(
-          train_step, optimizer=optimizer, target=target, drafter=drafter, spec=spec, head_chunk=t.head_chunk
-      ),
+      functools.partial(train_step, **models, spec=spec, head_chunk=t.head_chunk),
       donate_argnums=0,
       out_shardings=replicated,
   )

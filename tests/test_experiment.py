@@ -62,6 +62,10 @@ def test_from_nothing_to_a_report(smoke):
   assert accepted == pytest.approx(measured['new_tokens'] / measured['rounds'])
   assert f'{accepted:.3f}' in printed or f'{accepted:.2f}' in printed
 
+  alone = arm['latency']['held_out']
+  assert (alone['batch_size'], alone['block_size']) == (1, 4)
+  assert alone['identical_prompts'] == alone['num_prompts'] == 1 and 1 <= alone['accepted_length']['micro'] <= 4
+
   report = (folder / 'report.md').read_text()
   images = sorted(folder.glob('*.png'))
   assert len(images) == 2

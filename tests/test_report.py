@@ -40,6 +40,7 @@ def _arm(name, loss, micro, gain, seed):
       'train': {'steps': 400, 'seconds': 201.25, 'slots_per_second': 9876.5}, 'curve': curve,
       'sets': {'held_out': _set(micro, gain, seed),
                'humaneval': _set(micro + 0.25, gain, seed + 1)},
+      'latency': {'held_out': {**_set(micro - 0.25, gain, seed + 2), 'batch_size': 1, 'block_size': 4}},
   }
 
 
@@ -118,9 +119,26 @@ def test_paper_stands_beside_humaneval_of_the_same_loss_only(results):
   assert [row[report.PAPER_COLUMN] for row in rows] == ['', '2.803', '', '4.336', '', '']
 
 
+def test_latency_table_holds_the_results(results):
+  text = report.markdown(results)
+  rows = _tables(text[text.index('## One prompt at a time'):])[0]
+  assert [(row['arm'], row['set'], row['block size']) for row in rows] == [
+      ('uniform', 'held_out', '4'), ('chain', 'held_out', '4')]
+  for row, arm in zip(rows, results['arms']):
+    s = arm['latency']['held_out']
+    np.testing.assert_allclose(_numbers(row['accepted length'])[0], s['accepted_length']['micro'], atol=5e-4)
+    np.testing.assert_allclose(
+        _numbers(row['speed-up']), [s['speculative_tokens_per_second'] / 80], atol=5e-3)
+    assert row['exact'] == f"{s['identical_prompts']}/32"
+  assert 'One prompt at a time' in report.terminal_table(results)
+  for arm in results['arms']:
+    arm['latency'] = {}
+  assert 'One prompt at a time' not in report.markdown(results) + report.terminal_table(results)
+
+
 def test_slot_tables_hold_the_results(results):
   tables = _tables(report.markdown(results))
-  for table, key in zip(tables[2:4], ('acceptance_by_slot', 'slot_accuracy')):
+  for table, key in zip(tables[3:5], ('acceptance_by_slot', 'slot_accuracy')):
     sets = [s for arm in results['arms'] for s in arm['sets'].values()]
     shown = [[float(row[str(k)]) for k in range(1, SLOTS + 1)] for row in table]
     np.testing.assert_allclose(shown, [s[key] for s in sets], atol=5e-4)
@@ -128,7 +146,7 @@ def test_slot_tables_hold_the_results(results):
 
 def test_other_tables(results):
   text = report.markdown(results)
-  _, details, _, _, training, target, data, machine, times = _tables(text)
+  _, details, _, _, _, training, target, data, machine, times = _tables(text)
   assert [row['rounds'] for row in details] == ['2100', '2101', '2101', '2102']
   assert {row['dtype'] for row in details} == {'float32'}
   assert training[0] == {'arm': 'uniform', 'gamma': 'None', 'first_error': '0', 'chain': '0',
@@ -143,7 +161,7 @@ def test_other_tables(results):
 
 def test_terminal_table(tmp_path, results):
   lines = report.write(tmp_path, results).splitlines()
-  assert len(lines) == 2 + 4
+  assert len(lines) == 2 + 4 + 3 + 2 + 2
   assert max(map(len, lines)) <= 120
   assert lines[0].split() == 'arm set accepted length gain waste speed-up exact'.split()
   assert lines[4].split()[:5] == ['chain', 'held_out', '1.713', '[1.613,', '1.836]']
@@ -159,7 +177,7 @@ def test_one_arm_has_no_gain_column(tmp_path, results):
 
 def test_nothing_evaluated_and_no_curve(tmp_path, results):
   for arm in results['arms']:
-    arm.update(sets={}, curve=[])
+    arm.update(sets={}, latency={}, curve=[])
   assert 'nothing evaluated' in report.write(tmp_path, results)
   assert (tmp_path / 'training.png').stat().st_size > 1000
 

@@ -159,7 +159,7 @@ def _prepare(config, folder, model, params, tokenizer) -> Dataset:
       len(held_out),
   )
   length = max(len(row) for row, _ in rows)
-  length += -length % 64  # Few shapes, few compilations.
+  length += -length % 32  # Few shapes, few compilations.
   return Dataset(tuple(paths), tuple(map(tuple, held_out)), length, stats)
 
 

@@ -195,7 +195,7 @@ def synthesise_prompts(
     UserError: when the target writes too few distinct prompts.
   """
   prefix = tokenizer.user_prefix_ids()
-  sampled = count + -(-count // 4)
+  sampled = count + -(-count // 3)
   for _ in range(_MAX_ROUNDS):
     turns = sample_resumably(
         folder / 'sampled_prompts.jsonl', model, params, [prefix] * sampled, list(range(sampled)),

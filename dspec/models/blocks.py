@@ -35,24 +35,28 @@ def _matmul_backward(dtype, residuals, cotangent):
 _matmul.defvjp(_matmul_forward, _matmul_backward)
 
 
-def _dot_general(x, kernel, dimension_numbers, precision=None, *, dtype):
+def _dot_general(x, kernel, dimension_numbers, precision=None, *, dtype, row_scale=None):
   """`dot_general` of `linen.Dense`, for `x` and results in float32."""
   del precision
   contracting, batch = dimension_numbers
   if contracting != ((x.ndim - 1,), (0,)) or batch != ((), ()) or kernel.ndim != 2:
     raise NotImplementedError(f'only (..., in) @ (in, out) is needed here, not {dimension_numbers}')
+  if row_scale is not None:
+    kernel = row_scale[:, None] * kernel
   return _matmul(x.astype(jnp.float32), kernel, dtype)
 
 
-def linear(features: int, dtype: jnp.dtype, name: str | None) -> nn.Dense:
+def linear(
+    features: int, dtype: jnp.dtype, name: str | None, *, row_scale: jax.Array | None = None
+) -> nn.Dense:
   """A projection without bias, `(..., in) -> (..., features)` float32.
 
   Both operands are cast to `dtype` inside the product, so that a float32 kernel gets a float32 gradient; sums are
-  float32, forward and backward.
+  float32, forward and backward. `row_scale` [in] multiplies the inputs, by way of the kernel, which is smaller.
   """
   return nn.Dense(
       features, use_bias=False, name=name,
-      dot_general=functools.partial(_dot_general, dtype=dtype),
+      dot_general=functools.partial(_dot_general, dtype=dtype, row_scale=row_scale),
       promote_dtype=lambda *arrays, dtype: arrays,
   )
 

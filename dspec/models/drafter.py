@@ -184,14 +184,19 @@ class Layer(nn.Module):
 
 
 class Drafter(nn.Module):
-  """Drafts blocks. Training runs many anchors a row, decoding one; both take the same path."""
+  """Drafts blocks. Training runs many anchors a row, decoding one; both take the same path.
+
+  `feature_scale` [N * D] multiplies the rows of `fc`'s kernel, which is to scale the features, and is not trained. A
+  DFlash drafter is the same without it: its `fc` is the product.
+  """
 
   config: DrafterConfig
   dtype: jnp.dtype = jnp.float32
 
   def setup(self):
     c = self.config
-    self.fc = blocks.linear(c.width, self.dtype, None)
+    scale = self.param('feature_scale', nn.initializers.ones, (len(c.target_layers) * c.width,))
+    self.fc = blocks.linear(c.width, self.dtype, None, row_scale=jax.lax.stop_gradient(scale))
     self.hidden_norm = blocks.rms_norm(c.norm_eps, None)
     self.layers = [Layer(c, self.dtype) for _ in range(c.num_layers)]
     self.norm = blocks.rms_norm(c.norm_eps, None)

@@ -52,7 +52,7 @@ def naive_block(r, config, params, features, embeddings, anchor):
   """Hidden states [K, D] of one block; features [T, F] beyond the anchor are never touched."""
   groups = config.num_heads // config.num_kv_heads
   eps, slots = config.norm_eps, np.arange(config.block_size)
-  features = np.asarray(features, np.float64)[:anchor]
+  features = np.asarray(features, np.float64)[:anchor] * np.asarray(params['feature_scale'], np.float64)
   context = r.rms(r.dense(features, params['fc']), params['hidden_norm']['scale'], eps)
   x = np.asarray(embeddings, np.float64)
   for i in range(config.num_layers):
@@ -230,7 +230,7 @@ def test_from_target(tiny_config, random_params):
       'mlp': {
           'gate_proj': {'kernel': (16, 20)}, 'up_proj': {'kernel': (16, 20)},
           'down_proj': {'kernel': (20, 16)}}}
-  # The tensors of a published DFlash drafter: neither embedding nor head.
+  # The tensors of a published DFlash drafter, with neither embedding nor head, and a scale that `fc` can take in.
   assert jax.tree.map(jnp.shape, got) == {
-      'fc': {'kernel': (32, 16)}, 'hidden_norm': {'scale': (16,)}, 'norm': {'scale': (16,)},
+      'feature_scale': (32,), 'fc': {'kernel': (32, 16)}, 'hidden_norm': {'scale': (16,)}, 'norm': {'scale': (16,)},
       'layers_0': layer, 'layers_1': layer}
