@@ -38,6 +38,7 @@ _AT_LEAST_ONE = (
 )
 _AT_LEAST_ZERO = (
     'seed', 'data.seed', 'data.held_out', 'data.response_temperature', 'drafter.mask_token_id',
+    'drafter.window',
     'loss.first_error', 'loss.chain', 'train.weight_decay', 'evaluate.latency_prompts',
 )
 _ABOVE_ZERO = ('data.prompt_temperature', 'train.learning_rate', 'train.clip_norm')
@@ -77,11 +78,11 @@ def default(budget: str = '') -> ml_collections.ConfigDict:
   # 'self': written by the target; or a .jsonl of {"prompt": ...}; or 'tfds:NAME:split:field'.
   data.prompts = 'self'
   data.seed = 0  # Of the prompts and answers: another `seed` trains on the same data.
-  data.num_prompts = 560
+  data.num_prompts = 700
   data.held_out = 40  # Of these prompts, how many are kept from training.
   data.max_prompt_tokens = 60
   data.prompt_temperature = 0.9
-  data.max_response_tokens = 128
+  data.max_response_tokens = 88
   data.response_temperature = 0.0  # The text that greedy decoding, as evaluated, will meet.
   data.generation_batch_size = 200
   data.features = 'cached'  # 'cached' on disk, or 'online': computed again at each step.
@@ -90,6 +91,8 @@ def default(budget: str = '') -> ml_collections.ConfigDict:
   drafter.num_layers = 2
   drafter.block_size = 16  # K: the anchor and K-1 drafted tokens.
   drafter.target_layers = (1, 8, 14, 20, 27)  # The target's layers whose outputs it sees, from 0.
+  # The last positions of the context that a block sees; 0: all. A short budget cannot learn where to look.
+  drafter.window = 16
   drafter.mask_token_id = 16  # A row of the target's embedding that no text uses.
 
   loss = config.loss = ml_collections.ConfigDict()
@@ -99,14 +102,14 @@ def default(budget: str = '') -> ml_collections.ConfigDict:
   loss.reduction = 'mean'  # Of the slots: 'mean' or, as the paper prints it, 'sum'.
 
   train = config.train = ml_collections.ConfigDict()
-  train.steps = 320
+  train.steps = 340
   train.batch_size = 32  # Sequences.
   train.anchors = 2  # Blocks a sequence.
   train.learning_rate = 1e-3  # The peak; cosine decay to zero.
   train.warmup_fraction = 0.04
   train.weight_decay = 0.01
   train.clip_norm = 1.0
-  train.head_chunk = 240  # Slots whose logits over the vocabulary are held at once.
+  train.head_chunk = 480  # Slots whose logits over the vocabulary are held at once.
   train.compute_dtype = 'bfloat16'  # Of the matmuls' operands; weights and sums stay float32.
   train.checkpoint_every = 100
   train.log_every = 10

@@ -278,7 +278,7 @@ def make_drafter_config(
   d = config.drafter
   return drafter_lib.from_target(
       target, num_layers=d.num_layers, block_size=d.block_size, target_layers=tuple(d.target_layers),
-      mask_token_id=d.mask_token_id,
+      mask_token_id=d.mask_token_id, window=d.window,
   )
 
 

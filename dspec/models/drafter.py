@@ -6,6 +6,7 @@ output head are the target's own, frozen; this module maps embeddings to final h
 """
 
 import dataclasses
+import functools
 
 import flax.linen as nn
 import jax
@@ -34,6 +35,7 @@ class DrafterConfig:
   head_dim: int
   rope_theta: float
   norm_eps: float
+  window: int = 0  # Positions of the context that a block sees, the last ones; 0: all.
 
 
 def from_target(
@@ -43,6 +45,7 @@ def from_target(
     block_size: int,
     target_layers: tuple[int, ...],
     mask_token_id: int,
+    window: int = 0,
 ) -> DrafterConfig:
   """A drafter with the widths, heads and rotary base of its target."""
   return DrafterConfig(
@@ -50,6 +53,7 @@ def from_target(
       block_size=block_size,
       target_layers=tuple(target_layers),
       mask_token_id=mask_token_id,
+      window=window,
       width=target.width,
       mlp_width=target.mlp_width,
       num_heads=target.num_heads,
@@ -77,7 +81,7 @@ def init_cache(config: DrafterConfig, batch: int, length: int) -> target_lib.Cac
   )
 
 
-def _block_attention(q, k_own, v_own, context, anchors_BxA):
+def _block_attention(q, k_own, v_own, context, anchors_BxA, window):
   """Attention of blocks over [context ; own block], the two parts merged by their common maximum.
 
   Args:
@@ -86,6 +90,7 @@ def _block_attention(q, k_own, v_own, context, anchors_BxA):
     v_own: [B, A, K, Hkv, d].
     context: (keys [B, Hkv, d, T], values [B, Hkv, T, d]).
     anchors_BxA: int32 positions.
+    window: see `masks.context`.
 
   Returns:
     [B, A, K, H*d] float32.
@@ -98,7 +103,7 @@ def _block_attention(q, k_own, v_own, context, anchors_BxA):
   rows = q.reshape(b, kv, a * groups * k, d)
   past = jnp.einsum('bhqd,bhdt->bhqt', rows, keys, preferred_element_type=jnp.float32)
   past = past.reshape(b, kv, a, groups, k, -1)
-  seen = masks.context(anchors_BxA, keys.shape[-1])[:, None, :, None, None, :]
+  seen = masks.context(anchors_BxA, keys.shape[-1], window)[:, None, :, None, None, :]
   past = jnp.where(seen, past, -jnp.inf)
   own = jnp.einsum('bhagkd,baphd->bhagkp', q, k_own, preferred_element_type=jnp.float32)
   # A block always sees itself, so the maximum is finite even without context.
@@ -122,11 +127,13 @@ def _in_anchor_groups(attention, q, k_own, v_own, context, anchors_BxA):
   size = max(1, _MAX_SCORES // pairs)
   if size >= a:
     return attention(q, k_own, v_own, context, anchors_BxA)
-  size = max(n for n in range(1, size + 1) if a % n == 0)
-  split = lambda x: x.reshape(b, a // size, size, *x.shape[2:]).swapaxes(0, 1)
+  groups = -(-a // size)
+  size = -(-a // groups)  # As even as can be.
+  pad = lambda x: jnp.pad(x, ((0, 0), (0, groups * size - a)) + ((0, 0),) * (x.ndim - 2))
+  split = lambda x: pad(x).reshape(b, groups, size, *x.shape[2:]).swapaxes(0, 1)
   step = jax.checkpoint(lambda args: attention(*args[:3], context, args[3]))
   out = jax.lax.map(step, (split(q), split(k_own), split(v_own), split(anchors_BxA)))
-  return out.swapaxes(0, 1).reshape(b, a, k, -1)
+  return out.swapaxes(0, 1).reshape(b, groups * size, k, -1)[:, :a]
 
 
 class Attention(nn.Module):
@@ -162,7 +169,7 @@ class Attention(nn.Module):
     keys, values = self.keys_values(x, positions)
     split = lambda y: y.reshape(b, a, k, *y.shape[2:])
     out = _in_anchor_groups(
-        _block_attention, split(q), split(keys), split(values), context, anchors_BxA
+        functools.partial(_block_attention, window=c.window), split(q), split(keys), split(values), context, anchors_BxA
     )
     return self.o_proj(out)
 

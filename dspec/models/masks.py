@@ -18,8 +18,10 @@ def causal(positions_BxT: jax.Array, num_keys: int) -> jax.Array:
   return jnp.arange(num_keys)[None, None, :] <= positions_BxT[:, :, None]
 
 
-def context(anchors_BxA: jax.Array, num_keys: int) -> jax.Array:
+def context(anchors_BxA: jax.Array, num_keys: int, window: int = 0) -> jax.Array:
   """Context that a block may see: positions strictly below its anchor, `[B, A, num_keys]` bool.
+
+  With a window, the last `window` of them only; 0 is no window.
 
   The target's features of the anchor itself are not known when its block is drafted. All slots of a block see
   the same context, the whole of their own block (no mask is needed there), and no other block:
@@ -29,7 +31,9 @@ def context(anchors_BxA: jax.Array, num_keys: int) -> jax.Array:
                slot 1        x x . . . .     x x x     . . .
       anchor 4 slot 0        x x x x . .     . . .     x x x
   """
-  return jnp.arange(num_keys)[None, None, :] < anchors_BxA[:, :, None]
+  keys, anchors = jnp.arange(num_keys)[None, None, :], anchors_BxA[:, :, None]
+  seen = keys < anchors
+  return seen & (keys >= anchors - window) if window else seen
 
 
 def valid_labels(

@@ -21,6 +21,8 @@ def test_causal_drawn():
 def test_context_drawn():
   got = masks.context(jnp.array([[0, 2, 4, 9]]), 6)[0]
   assert draw_mask(got) == ['......', 'xx....', 'xxxx..', 'xxxxxx']
+  got = masks.context(jnp.array([[0, 2, 4, 9]]), 6, window=3)[0]
+  assert draw_mask(got) == ['......', 'xx....', '.xxx..', '......']
 
 
 @settings(max_examples=30, deadline=None)
@@ -32,12 +34,15 @@ def test_masks_by_loops(shape, data):
   positions = positions.reshape(rows, columns)
   causal = masks.causal(jnp.asarray(positions), num_keys)
   context = masks.context(jnp.asarray(positions), num_keys)
+  window = data.draw(st.integers(1, num_keys))
+  windowed = masks.context(jnp.asarray(positions), num_keys, window)
   assert causal.shape == context.shape == (rows, columns, num_keys)
   for r in range(rows):
     for c in range(columns):
       for key in range(num_keys):
         assert causal[r, c, key] == (key <= positions[r, c])
         assert context[r, c, key] == (key < positions[r, c])
+        assert windowed[r, c, key] == (0 < positions[r, c] - key <= window)
 
 
 def labels_by_loops(anchors, is_anchor, supervised, block_size):
