@@ -119,7 +119,7 @@ def generate(
         {'params': target_params}, block, positions, target_cache, taps
     )
     best = sampling.most_probable(target_lib.logits(target_params, hidden, target.dtype))
-    accepted = verify.greedy(drafts, best)
+    accepted = verify.match(drafts, best)
     # Features past the accepted prefix are wrong, but lie at or above the next anchor until overwritten.
     drafter_cache = write_context(drafter_cache, features, positions)
 

@@ -213,9 +213,9 @@ def test_accepting_one_token_too_many_is_caught(make_target, speculate, monkeypa
   prompts, lengths = draw_prompts(1)
   want = oracle(module, params, prompts, lengths)
   tokens = script(np.random.default_rng(1), want, 0.6)
-  honest = verify.greedy
+  honest = verify.match
   monkeypatch.setattr(
-      verify, 'greedy', lambda drafts, best: jnp.minimum(honest(drafts, best) + 1, drafts.shape[1]))
+      verify, 'match', lambda drafts, best: jnp.minimum(honest(drafts, best) + 1, drafts.shape[1]))
 
   def generate(*args, max_new_tokens):  # another function, so that nothing compiled before is used
     return speculative.generate.__wrapped__(*args, max_new_tokens=max_new_tokens)
