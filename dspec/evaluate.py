@@ -180,8 +180,7 @@ def compile_autoregressive(
   """
   params, key = jax.device_put(params), jax.random.key(0)
   compiled, seconds = _compile(autoregressive.generate.lower(
-      target, params, *_batch_shape(batch_size, prompt_width), key,
-      max_new_tokens=max_new_tokens, temperature=0.0,
+      target, params, *_batch_shape(batch_size, prompt_width), key, max_new_tokens=max_new_tokens
   ))
   run = lambda prompts_BxP, lengths_B: compiled(params, prompts_BxP, lengths_B, key)
   return _decoder(run, target, batch_size, prompt_width, seconds)

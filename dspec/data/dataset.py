@@ -17,6 +17,7 @@ from dspec.data import chat
 from dspec.data import features as features_lib
 from dspec.data import prompts as prompts_lib
 from dspec.data import responses as responses_lib
+from dspec.decoding import sampling
 from dspec.errors import UserError
 from dspec.models import target as target_lib
 
@@ -123,7 +124,7 @@ def _prepare(config, folder, model, params, tokenizer) -> Dataset:
   answers = responses_lib.sample_resumably(
       folder / 'responses.jsonl', model, params, training, list(range(len(training))),
       jax.random.fold_in(jax.random.key(data.seed), 1), name='writing answers',
-      max_new_tokens=data.max_response_tokens, temperature=data.response_temperature,
+      max_new_tokens=data.max_response_tokens, how=sampling.Sampling(data.response_temperature),
       batch_size=data.generation_batch_size,
   )
   eos = model.config.eos_ids

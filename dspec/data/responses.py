@@ -29,25 +29,25 @@ _MAX_ROUNDS = 4  # Of self-synthesis, before it is given up.
 _CPU_STREAMS = 2
 
 
-@functools.partial(jax.jit, static_argnames=('model', 'temperature'), donate_argnames=('rows', 'cache'))
-def _admit(model, params, rows, cache, new, slots_R, temperature, key):
+@functools.partial(jax.jit, static_argnames=('model', 'how'), donate_argnames=('rows', 'cache'))
+def _admit(model, params, rows, cache, new, slots_R, how, key):
   """Prefills new rows and puts them, with their first token, into the batch; slots past its end are dropped."""
   own = target_lib.init_cache(model.config, slots_R.shape[0], rows.size)
   logits, own, _ = autoregressive.prefill(model, params, own, new.tokens_BxT, new.lengths_B)
-  token_R = sampling.next_token(logits, temperature, key, new.seeds_B, new.lengths_B)
+  token_R = sampling.next_token(logits, how, key, new.seeds_B, new.lengths_B)
   new = autoregressive.append(new, token_R, model.config.eos_ids)
   put = lambda old, fresh: old.at[slots_R].set(fresh, mode='drop')
   return jax.tree.map(put, rows, new), jax.tree.map(put, cache, own)
 
 
 @functools.partial(
-    jax.jit, static_argnames=('model', 'steps', 'temperature'), donate_argnames=('rows', 'cache')
+    jax.jit, static_argnames=('model', 'steps', 'how'), donate_argnames=('rows', 'cache')
 )
-def _advance(model, params, rows, cache, steps, temperature, key):
+def _advance(model, params, rows, cache, steps, how, key):
   """Up to `steps` decoding steps of all rows."""
   _, rows, cache = jax.lax.while_loop(
       lambda state: (state[0] < steps) & ~state[1].done_B.all(),
-      lambda state: (state[0] + 1, *autoregressive.step(model, params, *state[1:], temperature, key)),
+      lambda state: (state[0] + 1, *autoregressive.step(model, params, *state[1:], how, key)),
       (0, rows, cache),
   )
   return rows, cache
@@ -61,7 +61,7 @@ def sample(
     key: jax.Array,
     *,
     max_new_tokens: int,
-    temperature: float,
+    how: sampling.Sampling,
     batch_size: int,
 ) -> Iterator[tuple[int, list[int]]]:
   """Continues every prompt; finished rows make room for waiting ones.
@@ -73,7 +73,7 @@ def sample(
     seeds: one number a prompt; with `key` it fixes the continuation, whatever else is in the batch.
     key: source of randomness.
     max_new_tokens: length limit of a continuation.
-    temperature: 0 takes the most probable token.
+    how: see `sampling.Sampling`.
     batch_size: rows decoded at once.
 
   Yields:
@@ -89,7 +89,7 @@ def sample(
       [
           _stream(
               model, params, prompts, seeds, key, stop, range(start, len(prompts), streams), max_new_tokens,
-              temperature, batch_size // streams,
+              how, batch_size // streams,
           )
           for start in range(streams)
       ],
@@ -122,7 +122,7 @@ def _interleave(streams: Sequence[Iterator[Any]], stop: threading.Event) -> Iter
 
 
 def _stream(
-    model, params, prompts, seeds, key, stop, indices, max_new_tokens, temperature, batch_size
+    model, params, prompts, seeds, key, stop, indices, max_new_tokens, how, batch_size
 ) -> Iterator[tuple[int, list[int]]]:
   """`sample` of the prompts at `indices`, in one batch, until `stop` is set."""
   group = -(-batch_size // 4)  # Rows admitted together: a fixed shape, for one compilation.
@@ -147,8 +147,8 @@ def _stream(
         new.lengths_B[r], new.limits_B[r] = len(prompts[i]), len(prompts[i]) + max_new_tokens
         new.done_B[r], new.seeds_B[r] = False, seeds[i]
         live += 1
-      rows, cache = _admit(model, params, rows, cache, new, slots, temperature, key)
-    rows, cache = _advance(model, params, rows, cache, _STEPS_PER_VISIT, temperature, key)
+      rows, cache = _admit(model, params, rows, cache, new, slots, how, key)
+    rows, cache = _advance(model, params, rows, cache, _STEPS_PER_VISIT, how, key)
     done, lengths = np.asarray(rows.done_B), np.asarray(rows.lengths_B)
     finished = [slot for slot, i in enumerate(occupant) if i is not None and done[slot]]
     if finished:
@@ -199,8 +199,8 @@ def synthesise_prompts(
   for _ in range(_MAX_ROUNDS):
     turns = sample_resumably(
         folder / 'sampled_prompts.jsonl', model, params, [prefix] * sampled, list(range(sampled)),
-        jax.random.key(seed), name='writing prompts', max_new_tokens=max_tokens, temperature=temperature,
-        batch_size=batch_size,
+        jax.random.key(seed), name='writing prompts', max_new_tokens=max_tokens,
+        how=sampling.Sampling(temperature), batch_size=batch_size,
     )
     ended = [turn[:-1] for turn in turns if turn and turn[-1] in model.config.eos_ids]
     kept = prompts_lib.drop_duplicates([tokenizer.decode(turn).strip() for turn in ended])

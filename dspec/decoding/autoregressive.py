@@ -99,14 +99,14 @@ def append(rows: Rows, token_B: jax.Array, eos_ids: tuple[int, ...]) -> Rows:
   return rows.replace(tokens_BxT=tokens, lengths_B=lengths, done_B=done)
 
 
-def step(model, params, rows: Rows, cache, temperature: float, key: jax.Array):
+def step(model, params, rows: Rows, cache, how: sampling.Sampling, key: jax.Array):
   """One decoding step of every live row."""
   last = rows.lengths_B - 1
   token_B = jnp.take_along_axis(rows.tokens_BxT, last[:, None], 1)
   positions = jnp.where(rows.done_B, rows.size, last)[:, None]
   hidden, _, cache = model.apply({'params': params}, token_B, positions, cache)
   logits_BxV = target_lib.logits(params, hidden[:, 0], model.dtype)
-  token_B = sampling.next_token(logits_BxV, temperature, key, rows.seeds_B, rows.lengths_B)
+  token_B = sampling.next_token(logits_BxV, how, key, rows.seeds_B, rows.lengths_B)
   return append(rows, token_B, model.config.eos_ids), cache
 
 
@@ -116,7 +116,7 @@ def start_rows(prompts_BxP, lengths_B, limits_B, seeds_B, size: int) -> Rows:
   return Rows(tokens, lengths_B, limits_B, lengths_B >= limits_B, seeds_B)
 
 
-@functools.partial(jax.jit, static_argnames=('model', 'max_new_tokens', 'temperature'))
+@functools.partial(jax.jit, static_argnames=('model', 'max_new_tokens', 'how'))
 def generate(
     model: target_lib.Target,
     params: Any,
@@ -125,7 +125,7 @@ def generate(
     key: jax.Array,
     *,
     max_new_tokens: int,
-    temperature: float = 0.0,
+    how: sampling.Sampling = sampling.GREEDY,
 ) -> Rows:
   """Decodes every row to its EOS or for `max_new_tokens` tokens, one token a step."""
   b, p = prompts_BxP.shape
@@ -135,11 +135,11 @@ def generate(
   )
   cache = target_lib.init_cache(model.config, b, size)
   logits_BxV, cache, _ = prefill(model, params, cache, prompts_BxP, lengths_B)
-  first = sampling.next_token(logits_BxV, temperature, key, rows.seeds_B, rows.lengths_B)
+  first = sampling.next_token(logits_BxV, how, key, rows.seeds_B, rows.lengths_B)
   rows = append(rows, first, model.config.eos_ids)
   rows, _ = jax.lax.while_loop(
       lambda state: ~state[0].done_B.all(),
-      lambda state: step(model, params, *state, temperature, key),
+      lambda state: step(model, params, *state, how, key),
       (rows, cache),
   )
   return rows

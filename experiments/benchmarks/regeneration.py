@@ -20,6 +20,7 @@ from dspec import config as config_lib
 from dspec.checkpoints import gguf
 from dspec.checkpoints import package
 from dspec.data import responses
+from dspec.decoding import sampling
 from dspec.models import target as target_lib
 
 _NEW_TOKENS = flags.DEFINE_integer('new_tokens', 128, 'Tokens of every answer.')
@@ -69,7 +70,7 @@ def main(argv):
   def run_dspec(batch_size, new_tokens):
     stream = responses.sample(
         target, ours, [prompt] * batch_size, list(range(batch_size)), jax.random.key(0),
-        max_new_tokens=new_tokens, temperature=0.7, batch_size=batch_size,
+        max_new_tokens=new_tokens, how=sampling.Sampling(0.7), batch_size=batch_size,
     )
     return sum(len(tokens) for _, tokens in stream)
 

@@ -11,6 +11,7 @@ import pytest
 
 from dspec.data import responses
 from dspec.decoding import autoregressive
+from dspec.decoding import sampling
 from dspec.errors import UserError
 
 EOS_IDS = (2, 5)
@@ -34,7 +35,7 @@ def prompts():
 
 def collect(target, prompts, **options):
   options = {'seeds': range(len(prompts)), 'key': jax.random.key(1), 'max_new_tokens': LIMIT,
-             'temperature': 0.0, 'batch_size': 4, **options}
+             'how': sampling.GREEDY, 'batch_size': 4, **options}
   seeds, key = options.pop('seeds'), options.pop('key')
   found = list(responses.sample(*target, prompts, seeds, key, **options))
   assert sorted(i for i, _ in found) == list(range(len(prompts)))  # Each once.
@@ -64,21 +65,21 @@ def test_greedy_equals_plain_decoding(target, prompts):
 
 def test_a_sample_does_not_depend_on_its_batch(target, prompts):
   seeds = [100 + i for i in range(len(prompts))]
-  found = collect(target, prompts, seeds=seeds, temperature=1.0)
+  found = collect(target, prompts, seeds=seeds, how=sampling.Sampling(1.0))
   for batch_size, order in ((1, range(len(prompts))), (4, reversed(range(len(prompts))))):
     order = list(order)
     again = collect(
-        target, [prompts[i] for i in order], seeds=[seeds[i] for i in order], temperature=1.0,
+        target, [prompts[i] for i in order], seeds=[seeds[i] for i in order], how=sampling.Sampling(1.0),
         batch_size=batch_size)
     assert again == [found[i] for i in order]
 
 
 def test_samples_differ_by_seed_and_key(target):
   same = [[7, 8, 9] * 12] * 8
-  found = collect(target, same, temperature=1.0)
+  found = collect(target, same, how=sampling.Sampling(1.0))
   assert len(set(map(tuple, found))) >= 6
-  assert collect(target, same, seeds=[5] * 8, temperature=1.0) == [found[5]] * 8
-  other = collect(target, same, key=jax.random.key(2), temperature=1.0)
+  assert collect(target, same, seeds=[5] * 8, how=sampling.Sampling(1.0)) == [found[5]] * 8
+  other = collect(target, same, key=jax.random.key(2), how=sampling.Sampling(1.0))
   assert all(a != b for a, b in zip(found, other))
 
 
@@ -121,7 +122,7 @@ def resumable(target, prompts, tmp_path, monkeypatch):
   path = tmp_path / 'rows.jsonl'
   call = lambda: responses.sample_resumably(
       path, *target, prompts, list(range(len(prompts))), jax.random.key(1), name='test',
-      max_new_tokens=LIMIT, temperature=1.0, batch_size=4)
+      max_new_tokens=LIMIT, how=sampling.Sampling(1.0), batch_size=4)
   return path, call, sampled
 
 
@@ -165,7 +166,7 @@ def test_keeps_what_was_done_when_stopped(resumable, target, prompts, monkeypatc
   assert len(path.read_text().splitlines()) == stopped_after
   found = call()
   assert len(sampled[-1]) == len(prompts) - stopped_after
-  assert found == collect(target, prompts, temperature=1.0)
+  assert found == collect(target, prompts, how=sampling.Sampling(1.0))
 
 
 # ---- Prompts written by the target -----------------------------------------------------------------
@@ -191,7 +192,7 @@ def scripted(tmp_path, monkeypatch):
 
     def sample(model, params, prompts, seeds, key, **options):
       assert all(prompt == [1] for prompt in prompts)
-      assert options == {'max_new_tokens': 9, 'temperature': 0.8, 'batch_size': 2}
+      assert options == {'max_new_tokens': 9, 'how': sampling.Sampling(0.8), 'batch_size': 2}
       asked.append(list(seeds))
       for i in reversed(range(len(seeds))):  # They finish in any order.
         yield i, [ord(c) for c in turns(seeds[i])]

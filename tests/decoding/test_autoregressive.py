@@ -64,16 +64,16 @@ def test_with_temperature(make_target, uncached):
   """A row's draw depends on its own seed and position, whatever the other rows do."""
   prompts, lengths = draw_prompts(0, 7, (7, 3, 1, 5))
   module, params = make_target(VOCAB, 1)
-  key = jax.random.key(5)
+  key, how = jax.random.key(5), sampling.Sampling(0.8, top_k=9)
   rows = autoregressive.generate(
       module, params, jnp.asarray(prompts), jnp.asarray(lengths), key, max_new_tokens=14,
-      temperature=0.8)
+      how=how)
   logits = reader(uncached, module, params, 21)
   sample = jax.jit(sampling.next_token, static_argnums=1)
   for row, length in enumerate(lengths):
     seed = jnp.array([row], jnp.uint32)
     want = plain_loop(
-        lambda text: sample(logits(text), 0.8, key, seed, jnp.array([len(text)]))[0],
+        lambda text: sample(logits(text), how, key, seed, jnp.array([len(text)]))[0],
         prompts[row, :length], 14, module.config.eos_ids)
     np.testing.assert_array_equal(rows.tokens_BxT[row, :rows.lengths_B[row]], want)
 
