@@ -100,22 +100,35 @@ def categorical(probs_BxV: jax.Array, uniform_B: jax.Array) -> jax.Array:
   return jnp.minimum(token, v - 1).astype(jnp.int32)
 
 
-def uniforms(key: jax.Array, seeds: jax.Array, positions: jax.Array) -> jax.Array:
-  """One float32 in [0, 1) for each pair of a row's seed and a position in it, whatever else is in the batch."""
+def uniforms(key: jax.Array, seeds_B: jax.Array, positions_BxN: jax.Array) -> jax.Array:
+  """One float32 in [0, 1) for each position of each row, `[B, N]`; it depends on nothing but key, seed and position."""
   fold = lambda seed, position: jax.random.fold_in(jax.random.fold_in(key, seed), position)
-  draw = jnp.vectorize(lambda seed, position: jax.random.uniform(fold(seed, position)))
-  return draw(seeds, positions)
+  draw = lambda seed, position: jax.random.uniform(fold(seed, position))
+  return jax.vmap(jax.vmap(draw, (None, 0)))(seeds_B, positions_BxN)
 
 
-def next_token(
-    logits_BxV: jax.Array, how: Sampling, key: jax.Array, seeds_B: jax.Array, positions_B: jax.Array
+def draw(weights_BxNxV: jax.Array, uniform_BxN: jax.Array) -> jax.Array:
+  """`categorical` for every position, int32 [B, N]."""
+  v = weights_BxNxV.shape[-1]
+  return categorical(weights_BxNxV.reshape(-1, v), uniform_BxN.reshape(-1)).reshape(uniform_BxN.shape)
+
+
+def next_tokens(
+    logits_BxNxV: jax.Array, how: Sampling, key: jax.Array, seeds_B: jax.Array, positions_BxN: jax.Array
 ) -> jax.Array:
-  """The next token of every row, int32 [B].
+  """The token that comes at each position, int32 [B, N].
 
   At temperature 0 the most probable token. Above it a sample whose randomness depends only on
   (key, the row's seed, the position), so that batching does not change what a row says, and neither does it matter
   whether a position is reached one token at a time or by verifying drafts.
   """
   if how.temperature == 0:
-    return most_probable(logits_BxV)
-  return categorical(_weights(logits_BxV, how), uniforms(key, seeds_B, positions_B))
+    return most_probable(logits_BxNxV)
+  return draw(_weights(logits_BxNxV, how), uniforms(key, seeds_B, positions_BxN))
+
+
+def next_token(
+    logits_BxV: jax.Array, how: Sampling, key: jax.Array, seeds_B: jax.Array, positions_B: jax.Array
+) -> jax.Array:
+  """`next_tokens` of one position a row, int32 [B]."""
+  return next_tokens(logits_BxV[:, None], how, key, seeds_B, positions_B[:, None])[:, 0]

@@ -37,20 +37,19 @@ class Trace:
   gained_BxR: jax.Array
 
 
-def draft_greedy(
+def draft_logits(
     drafter: drafter_lib.Drafter, drafter_params: Any, target_params: Any, anchor_B, positions_B, cache
 ) -> jax.Array:
-  """The drafter's most probable token at every slot, int32 [B, S]."""
+  """Logits of every draft slot, float32 [B, S, V]."""
   tokens = drafter_lib.block_tokens(anchor_B[:, None], drafter.config)
   hidden = drafter.apply(
       {'params': drafter_params}, target_lib.embed(target_params, tokens), positions_B[:, None], cache,
       method='draft',
   )
-  logits = target_lib.logits(target_params, hidden[:, 0, 1:], drafter.dtype)
-  return sampling.most_probable(logits)
+  return target_lib.logits(target_params, hidden[:, 0, 1:], drafter.dtype)
 
 
-@functools.partial(jax.jit, static_argnames=('target', 'drafter', 'max_new_tokens'))
+@functools.partial(jax.jit, static_argnames=('target', 'drafter', 'max_new_tokens', 'how', 'draft'))
 def generate(
     target: target_lib.Target,
     target_params: Any,
@@ -58,10 +57,18 @@ def generate(
     drafter_params: Any,
     prompts_BxP: jax.Array,
     lengths_B: jax.Array,
+    key: jax.Array | None = None,
     *,
     max_new_tokens: int,
+    how: sampling.Sampling = sampling.GREEDY,
+    draft: sampling.Sampling = sampling.GREEDY,
 ) -> tuple[autoregressive.Rows, Trace]:
-  """Greedy speculative decoding: the same tokens as `autoregressive.generate` at temperature 0.
+  """Speculative decoding: what `autoregressive.generate` with the same key and `how` would say.
+
+  - At temperature 0, the same tokens.
+  - Above it, with drafts that are the drafter's most probable tokens (`draft` at temperature 0), by `verify.match`:
+    again the same tokens, for each position has its own random number, however it is reached.
+  - With drafts that are drawn (`draft` above temperature 0), by `verify.rejection`: tokens of the same distribution.
 
   Args:
     target: the target.
@@ -70,7 +77,10 @@ def generate(
     drafter_params: its parameters.
     prompts_BxP: int32, right-padded.
     lengths_B: int32, at least 1.
+    key: source of randomness; needed only above temperature 0.
     max_new_tokens: length limit of every row, the token of the prefill included.
+    how: how the target's tokens are drawn.
+    draft: how the drafter's are.
 
   Returns:
     The finished rows and the trace of their rounds.
@@ -81,7 +91,7 @@ def generate(
   taps = drafter.config.target_layers
   eos_ids = target.config.eos_ids
   rows = autoregressive.start_rows(
-      prompts_BxP, lengths_B, lengths_B + max_new_tokens, jnp.zeros(b, jnp.uint32), size
+      prompts_BxP, lengths_B, lengths_B + max_new_tokens, jnp.arange(b, dtype=jnp.uint32), size
   )
 
   def write_context(cache, features, positions):
@@ -95,7 +105,11 @@ def generate(
   logits_BxV, target_cache, drafter_cache = autoregressive.prefill(
       target, target_params, target_cache, prompts_BxP, lengths_B, taps, write_context, drafter_cache
   )
-  first = sampling.most_probable(logits_BxV)
+  key = jax.random.key(0) if key is None else key
+  # The target draws with `key` itself, as in plain decoding. The others must not repeat its numbers, which are
+  # folded in by the rows' seeds; those are never this large.
+  draft_key, accept_key, bonus_key = (jax.random.fold_in(key, 2**32 - n) for n in (1, 2, 3))
+  first = sampling.next_token(logits_BxV, how, key, rows.seeds_B, rows.lengths_B)
   rows = autoregressive.append(rows, first, eos_ids)
   rounds = max(max_new_tokens - 1, 1)  # Each gains a token or more, after the prefill's.
   trace = Trace(
@@ -110,7 +124,11 @@ def generate(
     live = ~rows.done_B
     start_B = rows.lengths_B - 1
     anchor_B = jnp.take_along_axis(rows.tokens_BxT, start_B[:, None], 1)[:, 0]
-    drafts = draft_greedy(drafter, drafter_params, target_params, anchor_B, start_B, drafter_cache)
+    draft_logits_BxSxV = draft_logits(
+        drafter, drafter_params, target_params, anchor_B, start_B, drafter_cache
+    )
+    new_BxK = rows.lengths_B[:, None] + jnp.arange(k)[None, :]  # Where the tokens of this round would go.
+    drafts = sampling.next_tokens(draft_logits_BxSxV, draft, draft_key, rows.seeds_B, new_BxK[:, :-1])
 
     block = jnp.concatenate([anchor_B[:, None], drafts], 1)
     positions = start_B[:, None] + jnp.arange(k)[None, :]
@@ -118,13 +136,24 @@ def generate(
     hidden, features, target_cache = target.apply(
         {'params': target_params}, block, positions, target_cache, taps
     )
-    best = sampling.most_probable(target_lib.logits(target_params, hidden, target.dtype))
-    accepted = verify.match(drafts, best)
+    logits_BxKxV = target_lib.logits(target_params, hidden, target.dtype)
+    if draft.temperature == 0:
+      tokens = sampling.next_tokens(logits_BxKxV, how, key, rows.seeds_B, new_BxK)
+      accepted = verify.match(drafts, tokens)
+    else:
+      accept_BxK = sampling.uniforms(accept_key, rows.seeds_B, new_BxK)
+      bonus_BxK = sampling.uniforms(bonus_key, rows.seeds_B, new_BxK)
+      accepted, bonus_B = verify.rejection(
+          drafts, sampling.probabilities(draft_logits_BxSxV, draft), sampling.probabilities(logits_BxKxV, how),
+          accept_BxK, bonus_BxK,
+      )
+      is_draft = jnp.arange(k)[None, :] < accepted[:, None]
+      tokens = jnp.where(is_draft, jnp.pad(drafts, ((0, 0), (0, 1))), bonus_B[:, None])
     # Features past the accepted prefix are wrong, but lie at or above the next anchor until overwritten.
     drafter_cache = write_context(drafter_cache, features, positions)
 
     before = rows.lengths_B
-    rows = append_prefix(rows, best, accepted + 1, eos_ids)
+    rows = append_prefix(rows, tokens, accepted + 1, eos_ids)
     keep = lambda old, new: old.at[:, r].set(jnp.where(live.reshape(b, *[1] * (new.ndim - 1)), new, old[:, r]))
     trace = Trace(
         drafts_BxRxS=keep(trace.drafts_BxRxS, drafts),

@@ -33,8 +33,8 @@ def rejection(
     drafts_BxS: jax.Array,
     draft_probs_BxSxV: jax.Array,
     target_probs_BxKxV: jax.Array,
-    uniform_BxK: jax.Array,
-    bonus_uniform_B: jax.Array,
+    accept_BxK: jax.Array,
+    bonus_BxK: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
   """Accepts a draft x with probability min(1, p(x) / q(x)); the bonus makes up for what is missing.
 
@@ -46,8 +46,8 @@ def rejection(
     drafts_BxS: int32, slot k drawn from `draft_probs[:, k - 1]`.
     draft_probs_BxSxV: q, float32, rows that sum to one.
     target_probs_BxKxV: p, float32, rows that sum to one, after temperature and truncation.
-    uniform_BxK: float32 in [0, 1), independent of the drafts; the last column is not used.
-    bonus_uniform_B: float32 in [0, 1), independent of all others.
+    accept_BxK: float32 in [0, 1), independent of the drafts; the last column is not used.
+    bonus_BxK: float32 in [0, 1), independent of all others; that of the bonus token's place is used.
 
   Returns:
     Number of accepted drafts, int32 [B] in 0..S, and the bonus tokens, int32 [B].
@@ -55,7 +55,7 @@ def rejection(
   s = drafts_BxS.shape[1]
   pick = lambda probs: jnp.take_along_axis(probs, drafts_BxS[..., None], -1)[..., 0]
   p, q = pick(target_probs_BxKxV[:, :s]), pick(draft_probs_BxSxV)
-  accepted_B = jnp.cumprod(uniform_BxK[:, :s] * q < p, axis=-1).sum(-1).astype(jnp.int32)
+  accepted_B = jnp.cumprod(accept_BxK[:, :s] * q < p, axis=-1).sum(-1).astype(jnp.int32)
 
   rows = jnp.arange(drafts_BxS.shape[0])
   target_BxV = target_probs_BxKxV[rows, accepted_B]
@@ -63,4 +63,4 @@ def rejection(
   residual = jnp.maximum(target_BxV - draft_BxV, 0.0)
   # Nothing is left where p = q; there a draft is not refused, but for rounding.
   use = ((accepted_B < s) & (residual.sum(-1) > 0))[:, None]
-  return accepted_B, sampling.categorical(jnp.where(use, residual, target_BxV), bonus_uniform_B)
+  return accepted_B, sampling.categorical(jnp.where(use, residual, target_BxV), bonus_BxK[rows, accepted_B])

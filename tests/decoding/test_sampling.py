@@ -162,7 +162,8 @@ def test_tokens_are_drawn_from_the_probabilities():
   rng = np.random.default_rng(8)
   logits = jnp.tile(jnp.asarray(2 * rng.normal(size=30), jnp.float32)[None], (20_000, 1))
   how = sampling.Sampling(0.9, top_k=12, top_p=0.9)
-  tokens = next_token(logits, how, jax.random.key(1), jnp.arange(20_000, dtype=jnp.uint32), jnp.zeros(20_000, jnp.int32))
+  seeds = jnp.arange(20_000, dtype=jnp.uint32)
+  tokens = next_token(logits, how, jax.random.key(1), seeds, jnp.zeros(20_000, jnp.int32))
   want = np.asarray(sampling.probabilities(logits[:1], how))[0].astype(np.float64)
   observed, possible = np.bincount(tokens, minlength=30), want > 0
   assert not observed[~possible].any() and 3 < possible.sum() < 12

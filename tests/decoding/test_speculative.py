@@ -1,5 +1,6 @@
 """Speculative decoding says what the target alone says, however good or bad its drafts are."""
 
+import collections
 import functools
 import json
 import pathlib
@@ -9,8 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import scipy.stats
 
 from dspec.decoding import autoregressive
+from dspec.decoding import sampling
 from dspec.decoding import speculative
 from dspec.decoding import verify
 from dspec.models import drafter as drafter_lib
@@ -224,6 +227,119 @@ def test_accepting_one_token_too_many_is_caught(make_target, speculate, monkeypa
   got, _ = speculate(params, prompts, lengths, tokens, generate=biased)
   with pytest.raises(AssertionError):
     assert_same(got, want)
+
+
+# ---- Above temperature 0 ---------------------------------------------------------------------------
+
+
+@few
+@given(seed=seeds, how=st.sampled_from([
+    sampling.Sampling(1.0), sampling.Sampling(0.6, top_k=3), sampling.Sampling(1.5, top_p=0.7)]))
+def test_matching_says_what_plain_sampling_says(make_target, make_drafter, seed, how):
+  """Token for token, for each position has its own random number."""
+  module, params = make_target(5, seed)
+  drafter, drafter_params = make_drafter(module.config, K, seed + 1)
+  prompts, lengths = draw_prompts(seed, vocab=5)
+  key = jax.random.key(seed)
+  want = autoregressive.generate(module, params, prompts, lengths, key, max_new_tokens=LIMIT, how=how)
+  got, trace = speculative.generate(
+      module, params, drafter, drafter_params, prompts, lengths, key, max_new_tokens=LIMIT, how=how)
+  assert_same(got, want)
+  check_trace(trace, got, LENGTHS, K)
+
+
+SAMPLES, NEW, FALSE_ALARM = 20_000, 3, 1e-4
+
+
+def exact_texts(logits_of, prompt, how, eos_ids):
+  """{text: probability} of every continuation of at most NEW tokens, by enumeration, float64."""
+  texts = {(): 1.0}
+  for _ in range(NEW):
+    grown = {}
+    for text, probability in texts.items():
+      if text and text[-1] in eos_ids:
+        grown[text] = probability
+        continue
+      row = np.asarray(sampling.probabilities(logits_of([*prompt, *text])[None], how), np.float64)[0]
+      for token in np.flatnonzero(row):
+        grown[(*text, int(token))] = probability * row[token] / row.sum()
+    texts = grown
+  return texts
+
+
+def chi_square(found, exact):
+  """p-value of the counts `found`, or 0 for a text that is impossible."""
+  if any(text not in exact for text in found):
+    return 0.0
+  total = sum(found.values())
+  often = [text for text in exact if total * exact[text] >= 5]
+  observed = [found.get(text, 0) for text in often]
+  expected = [total * exact[text] for text in often]
+  observed.append(total - sum(observed))
+  expected.append(max(total - sum(expected), 1e-9))
+  statistic = sum((o - e) ** 2 / e for o, e in zip(observed, expected))
+  return scipy.stats.chi2.sf(statistic, len(often))
+
+
+def sampled_texts(generate, target, drafter, prompt, how, draft):
+  module, params = target
+  prompts = jnp.tile(jnp.asarray(prompt, jnp.int32)[None], (SAMPLES, 1))
+  rows, trace = generate(
+      module, params, *drafter, prompts, jnp.full(SAMPLES, len(prompt)), jax.random.key(3), max_new_tokens=NEW,
+      how=how, draft=draft)
+  tokens, lengths = np.asarray(rows.tokens_BxT), np.asarray(rows.lengths_B)
+  accepted = np.asarray(trace.accepted_BxR)[:, 0].mean()
+  return collections.Counter(
+      tuple(row[len(prompt):n].tolist()) for row, n in zip(tokens, lengths)), accepted
+
+
+@pytest.fixture(scope='module')
+def distribution(make_target, make_drafter, uncached):
+  """A function (generate, how, draft, seed) -> p-value of whole texts, through all of the decoder."""
+
+  def p_value(generate, how, draft, seed=2):
+    module, params = target = make_target(5, seed)
+    drafter = make_drafter(module.config, 3, seed + 1)
+    prompt = [3, 1, 4]
+    logits_of = lambda text: uncached(module, params, np.array([text + [0] * (6 - len(text))]))[0][0, len(text) - 1]
+    exact = exact_texts(logits_of, prompt, how, module.config.eos_ids)
+    assert len(exact) > 10 and abs(sum(exact.values()) - 1) < 1e-9
+    found, accepted = sampled_texts(generate, target, drafter, prompt, how, draft)
+    assert 0.05 < accepted < 1.95  # Some drafts are accepted, some are not.
+    return chi_square(found, exact)
+
+  return p_value
+
+
+@pytest.mark.parametrize('how,draft', [
+    (sampling.Sampling(3.0), sampling.GREEDY),
+    (sampling.Sampling(3.0), sampling.Sampling(3.0)),
+    (sampling.Sampling(4.0, top_k=3), sampling.Sampling(2.0)),
+    (sampling.Sampling(3.0, top_p=0.8), sampling.Sampling(4.0, top_k=2)),
+])
+def test_texts_have_the_distribution_of_the_target(distribution, how, draft):
+  assert distribution(speculative.generate, how, draft) > FALSE_ALARM
+
+
+def test_a_wrong_rule_shows_in_the_texts(distribution, monkeypatch):
+  """The whole chain, not the rule alone: the bonus is drawn from the target instead of what is left of it."""
+  honest = verify.rejection
+
+  def biased(drafts, q, p, accept, bonus):
+    accepted, _ = honest(drafts, q, p, accept, bonus)
+    rows = jnp.arange(accepted.shape[0])
+    return accepted, sampling.categorical(p[rows, accepted], bonus[rows, accepted])
+
+  monkeypatch.setattr(verify, 'rejection', biased)
+
+  def generate(*args, **options):  # Another function, so that nothing compiled before is used.
+    return speculative.generate.__wrapped__(*args, **options)
+
+  generate = jax.jit(generate, static_argnums=(0, 2), static_argnames=('max_new_tokens', 'how', 'draft'))
+  assert distribution(generate, sampling.Sampling(3.0), sampling.Sampling(3.0)) < FALSE_ALARM
+
+
+# ---- Against training and the real model -----------------------------------------------------------
 
 
 @functools.partial(jax.jit, static_argnums=(0, 3))

@@ -58,7 +58,8 @@ def texts_of_rounds(rule, target, draft, seed):
       [np.tile(target[0], (DRAWS, 1)), target[1][drafts[:, 0]], target[2][drafts[:, 0], drafts[:, 1]]], 1)
   accepted, bonus = jax.jit(rule)(
       jnp.asarray(drafts), jnp.tile(jnp.asarray(draft)[None], (DRAWS, 1, 1)), jnp.asarray(rows),
-      jnp.asarray(rng.random((DRAWS, SLOTS + 1), np.float32)), jnp.asarray(rng.random(DRAWS, np.float32)))
+      jnp.asarray(rng.random((DRAWS, SLOTS + 1), np.float32)),
+      jnp.asarray(rng.random((DRAWS, SLOTS + 1), np.float32)))
   accepted, bonus = np.asarray(accepted), np.asarray(bonus)
   assert accepted.min() >= 0 and accepted.max() <= SLOTS
   counts = np.zeros((VOCAB,) * 3)
@@ -91,31 +92,32 @@ def test_texts_of_rejection_sampling_have_the_target_distribution():
   assert all(right_by_chi_square(verify.rejection, seed) for seed in range(3))
 
 
-def bonus_of_wrong_row(drafts, draft_probs, target_probs, uniform, bonus_uniform):
-  accepted, _ = verify.rejection(drafts, draft_probs, target_probs, uniform, bonus_uniform)
+def bonus_of_wrong_row(drafts, draft_probs, target_probs, accept, bonus):
+  accepted, _ = verify.rejection(drafts, draft_probs, target_probs, accept, bonus)
   shifted = jnp.roll(target_probs, -1, axis=1)
   rows = jnp.arange(accepted.shape[0])
   residual = jnp.maximum(shifted[rows, accepted] - draft_probs[rows, jnp.minimum(accepted, SLOTS - 1)], 0)
   residual = jnp.where((accepted < SLOTS)[:, None], residual, target_probs[:, -1])
-  return accepted, sampling.categorical(residual, bonus_uniform)
+  return accepted, sampling.categorical(residual, bonus[rows, accepted])
 
 
-def residual_not_renormalised(drafts, draft_probs, target_probs, uniform, bonus_uniform):
-  accepted, bonus = verify.rejection(drafts, draft_probs, target_probs, uniform, bonus_uniform)
+def residual_not_renormalised(drafts, draft_probs, target_probs, accept, bonus):
+  accepted, right = verify.rejection(drafts, draft_probs, target_probs, accept, bonus)
   rows = jnp.arange(accepted.shape[0])
   residual = jnp.maximum(target_probs[rows, accepted] - draft_probs[rows, jnp.minimum(accepted, SLOTS - 1)], 0)
-  raw = jnp.minimum((jnp.cumsum(residual, -1) <= bonus_uniform[:, None]).sum(-1), VOCAB - 1)
-  return accepted, jnp.where(accepted < SLOTS, raw, bonus)
+  raw = jnp.minimum((jnp.cumsum(residual, -1) <= bonus[rows, accepted][:, None]).sum(-1), VOCAB - 1)
+  return accepted, jnp.where(accepted < SLOTS, raw, right)
 
 
-def bonus_of_target_itself(drafts, draft_probs, target_probs, uniform, bonus_uniform):
-  accepted, _ = verify.rejection(drafts, draft_probs, target_probs, uniform, bonus_uniform)
-  return accepted, sampling.categorical(target_probs[jnp.arange(accepted.shape[0]), accepted], bonus_uniform)
+def bonus_of_target_itself(drafts, draft_probs, target_probs, accept, bonus):
+  accepted, _ = verify.rejection(drafts, draft_probs, target_probs, accept, bonus)
+  rows = jnp.arange(accepted.shape[0])
+  return accepted, sampling.categorical(target_probs[rows, accepted], bonus[rows, accepted])
 
 
-def one_accepted_too_many(drafts, draft_probs, target_probs, uniform, bonus_uniform):
-  accepted, bonus = verify.rejection(drafts, draft_probs, target_probs, uniform, bonus_uniform)
-  return jnp.minimum(accepted + 1, SLOTS), bonus
+def one_accepted_too_many(drafts, draft_probs, target_probs, accept, bonus):
+  accepted, token = verify.rejection(drafts, draft_probs, target_probs, accept, bonus)
+  return jnp.minimum(accepted + 1, SLOTS), token
 
 
 @pytest.mark.parametrize('bug', [
@@ -137,7 +139,7 @@ def test_rejection_accepts_as_much_as_any_rule_can():
   tile = lambda x: jnp.tile(jnp.asarray(x)[None], (DRAWS, 1, 1))
   accepted, _ = jax.jit(verify.rejection)(
       jnp.asarray(drafts), tile(q), tile(p), jnp.asarray(rng.random((DRAWS, 3), np.float32)),
-      jnp.asarray(rng.random(DRAWS, np.float32)))
+      jnp.asarray(rng.random((DRAWS, 3), np.float32)))
   overlap = np.minimum(p[0], q[0]).sum()
   assert 0.05 < overlap < 0.9
   assert abs((np.asarray(accepted) > 0).mean() - overlap) < 5 * np.sqrt(overlap * (1 - overlap) / DRAWS)
@@ -149,6 +151,6 @@ def test_a_drafter_that_is_the_target_is_always_accepted():
   drafts = np.array([[rng.choice(5, p=p / p.sum()) for p in row[:2].astype(np.float64)] for row in probs])
   accepted, bonus = jax.jit(verify.rejection)(
       jnp.asarray(drafts), jnp.asarray(probs[:, :2]), jnp.asarray(probs),
-      jnp.asarray(rng.random((200, 3), np.float32)), jnp.asarray(rng.random(200, np.float32)))
+      jnp.asarray(rng.random((200, 3), np.float32)), jnp.asarray(rng.random((200, 3), np.float32)))
   np.testing.assert_array_equal(accepted, 2)
   assert (probs[np.arange(200), 2, np.asarray(bonus)] > 0).all()
