@@ -6,6 +6,7 @@ gives its own token for each next position; the longest correct prefix is kept, 
 bonus) becomes the next anchor. Rejected positions stay in both caches, in the future of every query, until overwritten.
 """
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -15,9 +16,49 @@ import jax.numpy as jnp
 
 from dspec.decoding import autoregressive
 from dspec.decoding import sampling
+from dspec.decoding import trees
 from dspec.decoding import verify
+from dspec.errors import UserError
 from dspec.models import drafter as drafter_lib
 from dspec.models import target as target_lib
+
+
+@dataclasses.dataclass(frozen=True)
+class Drafting:
+  """What the drafter proposes in a round; hashable, a static argument of jit.
+
+  One draft is by default: of the most probable tokens, verified by `verify.match`, or drawn, by `verify.rejection`.
+  Of several drawn drafts the one is kept that the target expects to accept most of (self-selection, arXiv 2511.00606);
+  a tree holds the most probable prefixes (arXiv 2604.12989). Both are verified by matching.
+
+  Attributes:
+    how: how drafts are drawn. Must be above temperature 0 for several drafts, and 0 for a tree.
+    num_drafts: M.
+    tree_size: drafted nodes of a tree; 0 for none.
+
+  Raises:
+    UserError: for values out of range or that do not go together.
+  """
+
+  how: sampling.Sampling = sampling.GREEDY
+  num_drafts: int = 1
+  tree_size: int = 0
+
+  def __post_init__(self):
+    if self.num_drafts < 1:
+      raise UserError(f'num_drafts is {self.num_drafts}: must be at least 1')
+    if self.tree_size < 0:
+      raise UserError(f'tree_size is {self.tree_size}: must be at least 1, or 0 for no tree')
+    if self.num_drafts > 1 and self.tree_size:
+      raise UserError(f'num_drafts is {self.num_drafts} and tree_size {self.tree_size}: choose one of them')
+    if self.num_drafts > 1 and self.how.temperature == 0:
+      raise UserError(f'num_drafts is {self.num_drafts}: at temperature 0 all drafts would be the same; raise it')
+    if self.tree_size and self.how != sampling.GREEDY:
+      raise UserError(f'tree_size is {self.tree_size}: a tree is not drawn; leave the drafter at temperature 0')
+
+  @property
+  def is_single(self) -> bool:
+    return self.num_drafts == 1 and not self.tree_size
 
 
 @flax.struct.dataclass
@@ -25,7 +66,8 @@ class Trace:
   """What happened in each round of each row (R is the largest possible number of rounds).
 
   Attributes:
-    drafts_BxRxS: int32 drafted tokens of slots 1..S.
+    drafts_BxRxS: int32 drafted tokens of slots 1..S; of several drafts the one that was kept, of a tree the path that
+      was taken and the anchor behind its end.
     starts_BxR: int32 position of the round's anchor; -1 where the row had no such round.
     accepted_BxR: int32 accepted drafts, before cutting at an EOS or the limit.
     gained_BxR: int32 tokens that the round added to the output: accepted drafts and bonus, after the cut.
@@ -49,7 +91,7 @@ def draft_logits(
   return target_lib.logits(target_params, hidden[:, 0, 1:], drafter.dtype)
 
 
-@functools.partial(jax.jit, static_argnames=('target', 'drafter', 'max_new_tokens', 'how', 'draft'))
+@functools.partial(jax.jit, static_argnames=('target', 'drafter', 'max_new_tokens', 'how', 'drafting'))
 def generate(
     target: target_lib.Target,
     target_params: Any,
@@ -61,14 +103,12 @@ def generate(
     *,
     max_new_tokens: int,
     how: sampling.Sampling = sampling.GREEDY,
-    draft: sampling.Sampling = sampling.GREEDY,
+    drafting: Drafting = Drafting(),
 ) -> tuple[autoregressive.Rows, Trace]:
   """Speculative decoding: what `autoregressive.generate` with the same key and `how` would say.
 
-  - At temperature 0, the same tokens.
-  - Above it, with drafts that are the drafter's most probable tokens (`draft` at temperature 0), by `verify.match`:
-    again the same tokens, for each position has its own random number, however it is reached.
-  - With drafts that are drawn (`draft` above temperature 0), by `verify.rejection`: tokens of the same distribution.
+  The same tokens, at any temperature, for each position has its own random number, however it is reached. Only where
+  single drafts are drawn, and verified by rejection, they are others above temperature 0, of the same distribution.
 
   Args:
     target: the target.
@@ -80,7 +120,7 @@ def generate(
     key: source of randomness; needed only above temperature 0.
     max_new_tokens: length limit of every row, the token of the prefill included.
     how: how the target's tokens are drawn.
-    draft: how the drafter's are.
+    drafting: what is drafted.
 
   Returns:
     The finished rows and the trace of their rounds.
@@ -119,36 +159,66 @@ def generate(
       gained_BxR=jnp.zeros((b, rounds), jnp.int32),
   )
 
+  def verify_block(logits_BxSxV, anchor_B, seeds_B, positions, new_BxK, cache):
+    """One draft. Returns drafts [B, S], the round's tokens [B, K], accepted [B], features [B, K, F] and the cache."""
+    drafts = sampling.next_tokens(logits_BxSxV, drafting.how, draft_key, seeds_B, new_BxK[:, :-1])
+    block = jnp.concatenate([anchor_B[:, None], drafts], 1)
+    hidden, features, cache = target.apply({'params': target_params}, block, positions, cache, taps)
+    logits_BxKxV = target_lib.logits(target_params, hidden, target.dtype)
+    if drafting.how.temperature == 0:
+      tokens = sampling.next_tokens(logits_BxKxV, how, key, seeds_B, new_BxK)
+      return drafts, tokens, verify.match(drafts, tokens), features, cache
+    accepted, bonus_B = verify.rejection(
+        drafts, sampling.probabilities(logits_BxSxV, drafting.how), sampling.probabilities(logits_BxKxV, how),
+        sampling.uniforms(accept_key, seeds_B, new_BxK), sampling.uniforms(bonus_key, seeds_B, new_BxK),
+    )
+    is_draft = jnp.arange(k)[None, :] < accepted[:, None]
+    tokens = jnp.where(is_draft, jnp.pad(drafts, ((0, 0), (0, 1))), bonus_B[:, None])
+    return drafts, tokens, accepted, features, cache
+
+  def verify_tree(logits_BxSxV, anchor_B, seeds_B, positions, new_BxK, cache):
+    """Many drafts in one pass; the cache gets the nodes of the path that was taken. Returns as `verify_block`."""
+    if drafting.tree_size:
+      tree = trees.best_first(anchor_B, jax.nn.log_softmax(logits_BxSxV), drafting.tree_size)
+    else:
+      probs = sampling.probabilities(logits_BxSxV, drafting.how)
+      drafts_BxMxS = trees.draw_drafts(probs, draft_key, seeds_B, new_BxK[:, :-1], drafting.num_drafts)
+      tree = trees.chains(anchor_B, drafts_BxMxS)
+    sees = trees.ancestors(tree, k - 1)
+    at_depth = lambda x: jnp.take_along_axis(x, tree.depths_BxN, 1)
+    hidden, features, nodes = target.apply(
+        {'params': target_params}, tree.tokens_BxN, at_depth(positions), cache, taps, (positions[:, 0], sees)
+    )
+    logits_BxNxV = target_lib.logits(target_params, hidden, target.dtype)
+    tokens_BxN = sampling.next_tokens(logits_BxNxV, how, key, seeds_B, at_depth(new_BxK))
+    if drafting.tree_size:
+      path_BxK, accepted = trees.walk(tree, tokens_BxN, k - 1)
+    else:
+      path_BxK = trees.best_chain(drafts_BxMxS, sampling.probabilities(logits_BxNxV, how))
+    along = lambda x: jnp.take_along_axis(x, path_BxK.reshape(b, k, *[1] * (x.ndim - 2)), 1)
+    drafts, tokens = along(tree.tokens_BxN)[:, 1:], along(tokens_BxN)
+    if not drafting.tree_size:
+      accepted = verify.match(drafts, tokens)
+    cache = tuple(
+        target_lib.write_cache(layer, along(keys), along(values), positions)
+        for layer, (keys, values) in zip(cache, nodes)
+    )
+    return drafts, tokens, accepted, along(features), cache
+
   def round_(state):
     r, rows, target_cache, drafter_cache, trace = state
     live = ~rows.done_B
     start_B = rows.lengths_B - 1
     anchor_B = jnp.take_along_axis(rows.tokens_BxT, start_B[:, None], 1)[:, 0]
-    draft_logits_BxSxV = draft_logits(
-        drafter, drafter_params, target_params, anchor_B, start_B, drafter_cache
+    logits_BxSxV = draft_logits(drafter, drafter_params, target_params, anchor_B, start_B, drafter_cache)
+    # Where the anchor is and the tokens of this round would go; outside the caches for rows that are done.
+    steps_K = jnp.arange(k)
+    new_BxK = rows.lengths_B[:, None] + steps_K[None, :]
+    positions = jnp.where(live[:, None], start_B[:, None] + steps_K[None, :], size + k)
+    verify_ = verify_block if drafting.is_single else verify_tree
+    drafts, tokens, accepted, features, target_cache = verify_(
+        logits_BxSxV, anchor_B, rows.seeds_B, positions, new_BxK, target_cache
     )
-    new_BxK = rows.lengths_B[:, None] + jnp.arange(k)[None, :]  # Where the tokens of this round would go.
-    drafts = sampling.next_tokens(draft_logits_BxSxV, draft, draft_key, rows.seeds_B, new_BxK[:, :-1])
-
-    block = jnp.concatenate([anchor_B[:, None], drafts], 1)
-    positions = start_B[:, None] + jnp.arange(k)[None, :]
-    positions = jnp.where(live[:, None], positions, size + k)
-    hidden, features, target_cache = target.apply(
-        {'params': target_params}, block, positions, target_cache, taps
-    )
-    logits_BxKxV = target_lib.logits(target_params, hidden, target.dtype)
-    if draft.temperature == 0:
-      tokens = sampling.next_tokens(logits_BxKxV, how, key, rows.seeds_B, new_BxK)
-      accepted = verify.match(drafts, tokens)
-    else:
-      accept_BxK = sampling.uniforms(accept_key, rows.seeds_B, new_BxK)
-      bonus_BxK = sampling.uniforms(bonus_key, rows.seeds_B, new_BxK)
-      accepted, bonus_B = verify.rejection(
-          drafts, sampling.probabilities(draft_logits_BxSxV, draft), sampling.probabilities(logits_BxKxV, how),
-          accept_BxK, bonus_BxK,
-      )
-      is_draft = jnp.arange(k)[None, :] < accepted[:, None]
-      tokens = jnp.where(is_draft, jnp.pad(drafts, ((0, 0), (0, 1))), bonus_B[:, None])
     # Features past the accepted prefix are wrong, but lie at or above the next anchor until overwritten.
     drafter_cache = write_context(drafter_cache, features, positions)
 

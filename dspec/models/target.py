@@ -5,6 +5,7 @@ one-token attention over the cache is a plain matrix product on every backend.
 """
 
 import dataclasses
+import functools
 from typing import Any
 
 import flax.linen as nn
@@ -102,12 +103,39 @@ def cached_attention(q_BxTxHxd, layer, positions_BxT) -> jax.Array:
   return blocks.ungroup_queries(out, q_BxTxHxd.shape[2])
 
 
+def tree_attention(q_BxNxHxd, k_BxNxHkvxd, v_BxNxHkvxd, layer, starts_B, sees_BxNxN) -> jax.Array:
+  """Attention of a tree's nodes over [cache below the tree ; the nodes that each may see], `[B, N, H*d]`."""
+  keys, values = layer
+  b, n, h, d = q_BxNxHxd.shape
+  q = blocks.group_queries(q_BxNxHxd, keys.shape[1]) * d**-0.5
+  groups = q.shape[2] // n
+  own = jnp.einsum('bhqd,bnhd->bhqn', q, k_BxNxHkvxd, preferred_element_type=jnp.float32)
+  own = jnp.where(jnp.tile(sees_BxNxN, (1, groups, 1))[:, None], own, -jnp.inf)
+
+  def attend(view):
+    past = jnp.einsum('bhqd,bhdt->bhqt', q, keys[..., :view], preferred_element_type=jnp.float32)
+    below = jnp.arange(view)[None, :] < starts_B[:, None]
+    scores = jnp.concatenate([jnp.where(below[:, None, None, :], past, -jnp.inf), own], -1)
+    weights = jax.nn.softmax(scores, axis=-1)
+    out = jnp.einsum(
+        'bhqt,bhtd->bhqd', weights[..., :view], values[:, :, :view], preferred_element_type=jnp.float32
+    )
+    return out + jnp.einsum(
+        'bhqn,bnhd->bhqd', weights[..., view:], v_BxNxHkvxd, preferred_element_type=jnp.float32
+    )
+
+  views = _views(keys.shape[-1])
+  branch = (jnp.max(starts_B) > jnp.array(views)).sum()
+  out = jax.lax.switch(branch, [functools.partial(attend, view) for view in views])
+  return blocks.ungroup_queries(out, h)
+
+
 class Attention(nn.Module):
   config: TargetConfig
   dtype: jnp.dtype
 
   @nn.compact
-  def __call__(self, x, positions_BxT, layer):
+  def __call__(self, x, positions_BxT, layer, tree=None):
     c = self.config
     b, t, _ = x.shape
     q = blocks.linear(c.num_heads * c.head_dim, self.dtype, 'q_proj')(x)
@@ -116,8 +144,11 @@ class Attention(nn.Module):
     q = blocks.rotary(q.reshape(b, t, c.num_heads, c.head_dim), positions_BxT, c.rope_theta)
     k = blocks.rotary(k.reshape(b, t, c.num_kv_heads, c.head_dim), positions_BxT, c.rope_theta)
     v = v.reshape(b, t, c.num_kv_heads, c.head_dim)
-    layer = write_cache(layer, k, v, positions_BxT)
-    out = cached_attention(q, layer, positions_BxT)
+    if tree is None:
+      layer = write_cache(layer, k, v, positions_BxT)
+      out = cached_attention(q, layer, positions_BxT)
+    else:
+      out, layer = tree_attention(q, k, v, layer, *tree), (k, v)
     return blocks.linear(c.width, self.dtype, 'o_proj')(out), layer
 
 
@@ -126,10 +157,10 @@ class Layer(nn.Module):
   dtype: jnp.dtype
 
   @nn.compact
-  def __call__(self, x, positions_BxT, layer):
+  def __call__(self, x, positions_BxT, layer, tree=None):
     c = self.config
     h = blocks.rms_norm(c.norm_eps, 'attn_norm')(x)
-    h, layer = Attention(c, self.dtype, name='attn')(h, positions_BxT, layer)
+    h, layer = Attention(c, self.dtype, name='attn')(h, positions_BxT, layer, tree)
     x = x + h
     h = blocks.rms_norm(c.norm_eps, 'mlp_norm')(x)
     return x + blocks.GatedMLP(c.mlp_width, self.dtype, name='mlp')(h), layer
@@ -142,24 +173,28 @@ class Target(nn.Module):
   dtype: jnp.dtype = jnp.float32
 
   @nn.compact
-  def __call__(self, tokens_BxT, positions_BxT, cache: Cache, taps: tuple[int, ...] = ()):
-    """Runs tokens at their positions on top of the cache.
+  def __call__(self, tokens_BxT, positions_BxT, cache: Cache, taps: tuple[int, ...] = (), tree=None):
+    """Runs tokens at their positions on top of the cache, or a tree of tokens beside it.
 
     Args:
       tokens_BxT: int32 token ids.
       positions_BxT: int32 absolute positions; equal to the cache slots that are written.
       cache: one (keys, values) pair a layer, see `init_cache`.
       taps: ascending 0-based layers whose outputs (the residual stream after the layer) are wanted.
+      tree: None, or (starts_B, sees_BxTxT): the tokens are nodes of a tree that grows from position `starts`. A node
+        sees the cache below that, and the nodes that `sees` names, itself among them. Nodes may share positions, so
+        nothing is written to the cache.
 
     Returns:
       hidden_BxTxD after the final norm (float32), features_BxTx(N*D) of the tapped layers side by side
-      (float32; width 0 without taps), and the new cache.
+      (float32; width 0 without taps), and the new cache; of a tree, the nodes' own (keys, values) of each layer,
+      `[B, T, Hkv, d]`, for `write_cache`.
     """
     c = self.config
     x = nn.Embed(c.vocab_size, c.width, name='embed')(tokens_BxT).astype(jnp.float32)
     features, new_cache = [], []
     for i in range(c.num_layers):
-      x, layer = Layer(c, self.dtype, name=f'layers_{i}')(x, positions_BxT, cache[i])
+      x, layer = Layer(c, self.dtype, name=f'layers_{i}')(x, positions_BxT, cache[i], tree)
       new_cache.append(layer)
       if i in taps:
         features.append(x)

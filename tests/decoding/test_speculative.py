@@ -286,7 +286,7 @@ def sampled_texts(generate, target, drafter, prompt, how, draft):
   prompts = jnp.tile(jnp.asarray(prompt, jnp.int32)[None], (SAMPLES, 1))
   rows, trace = generate(
       module, params, *drafter, prompts, jnp.full(SAMPLES, len(prompt)), jax.random.key(3), max_new_tokens=NEW,
-      how=how, draft=draft)
+      how=how, drafting=speculative.Drafting(draft))
   tokens, lengths = np.asarray(rows.tokens_BxT), np.asarray(rows.lengths_B)
   accepted = np.asarray(trace.accepted_BxR)[:, 0].mean()
   return collections.Counter(
@@ -335,7 +335,7 @@ def test_a_wrong_rule_shows_in_the_texts(distribution, monkeypatch):
   def generate(*args, **options):  # Another function, so that nothing compiled before is used.
     return speculative.generate.__wrapped__(*args, **options)
 
-  generate = jax.jit(generate, static_argnums=(0, 2), static_argnames=('max_new_tokens', 'how', 'draft'))
+  generate = jax.jit(generate, static_argnums=(0, 2), static_argnames=('max_new_tokens', 'how', 'drafting'))
   assert distribution(generate, sampling.Sampling(3.0), sampling.Sampling(3.0)) < FALSE_ALARM
 
 
