@@ -81,7 +81,7 @@ def init_cache(config: DrafterConfig, batch: int, length: int) -> target_lib.Cac
   )
 
 
-def _block_attention(q, k_own, v_own, context, anchors_BxA, window):
+def _block_attention(q, k_own, v_own, context, seen_BxA, window):
   """Attention of blocks over [context ; own block], the two parts merged by their common maximum.
 
   Args:
@@ -89,7 +89,7 @@ def _block_attention(q, k_own, v_own, context, anchors_BxA, window):
     k_own: [B, A, K, Hkv, d].
     v_own: [B, A, K, Hkv, d].
     context: (keys [B, Hkv, d, T], values [B, Hkv, T, d]).
-    anchors_BxA: int32 positions.
+    seen_BxA: int32, as `anchors_BxA` of `masks.context`: blocks see the context's slots below it.
     window: see `masks.context`.
 
   Returns:
@@ -103,7 +103,7 @@ def _block_attention(q, k_own, v_own, context, anchors_BxA, window):
   rows = q.reshape(b, kv, a * groups * k, d)
   past = jnp.einsum('bhqd,bhdt->bhqt', rows, keys, preferred_element_type=jnp.float32)
   past = past.reshape(b, kv, a, groups, k, -1)
-  seen = masks.context(anchors_BxA, keys.shape[-1], window)[:, None, :, None, None, :]
+  seen = masks.context(seen_BxA, keys.shape[-1], window)[:, None, :, None, None, :]
   past = jnp.where(seen, past, -jnp.inf)
   own = jnp.einsum('bhagkd,baphd->bhagkp', q, k_own, preferred_element_type=jnp.float32)
   # A block always sees itself, so the maximum is finite even without context.
@@ -120,19 +120,19 @@ def _block_attention(q, k_own, v_own, context, anchors_BxA, window):
   return out.transpose(0, 2, 4, 1, 3, 5).reshape(b, a, k, h * d)
 
 
-def _in_anchor_groups(attention, q, k_own, v_own, context, anchors_BxA):
+def _in_anchor_groups(attention, q, k_own, v_own, context, seen_BxA):
   """`_block_attention` over groups of anchors, rematerialised, so that memory stays bounded."""
   b, a, k = q.shape[:3]
   pairs = k * context[0].shape[-1]
   size = max(1, _MAX_SCORES // pairs)
   if size >= a:
-    return attention(q, k_own, v_own, context, anchors_BxA)
+    return attention(q, k_own, v_own, context, seen_BxA)
   groups = -(-a // size)
   size = -(-a // groups)  # As even as can be.
   pad = lambda x: jnp.pad(x, ((0, 0), (0, groups * size - a)) + ((0, 0),) * (x.ndim - 2))
   split = lambda x: pad(x).reshape(b, groups, size, *x.shape[2:]).swapaxes(0, 1)
   step = jax.checkpoint(lambda args: attention(*args[:3], context, args[3]))
-  out = jax.lax.map(step, (split(q), split(k_own), split(v_own), split(anchors_BxA)))
+  out = jax.lax.map(step, (split(q), split(k_own), split(v_own), split(seen_BxA)))
   return out.swapaxes(0, 1).reshape(b, groups * size, k, -1)[:, :a]
 
 
@@ -158,7 +158,7 @@ class Attention(nn.Module):
     values = self.v_proj(x_BxTxD).reshape(shape)
     return blocks.rotary(keys, positions_BxT, c.rope_theta), values
 
-  def __call__(self, x_BxAxKxD, context, anchors_BxA):
+  def __call__(self, x_BxAxKxD, context, anchors_BxA, seen_BxA):
     c = self.config
     b, a, k, _ = x_BxAxKxD.shape
     x = x_BxAxKxD.reshape(b, a * k, -1)
@@ -169,7 +169,7 @@ class Attention(nn.Module):
     keys, values = self.keys_values(x, positions)
     split = lambda y: y.reshape(b, a, k, *y.shape[2:])
     out = _in_anchor_groups(
-        functools.partial(_block_attention, window=c.window), split(q), split(keys), split(values), context, anchors_BxA
+        functools.partial(_block_attention, window=c.window), split(q), split(keys), split(values), context, seen_BxA
     )
     return self.o_proj(out)
 
@@ -185,8 +185,8 @@ class Layer(nn.Module):
     self.mlp_norm = blocks.rms_norm(c.norm_eps, None)
     self.mlp = blocks.GatedMLP(c.mlp_width, self.dtype)
 
-  def __call__(self, x, context, anchors_BxA):
-    x = x + self.attn(self.attn_norm(x), context, anchors_BxA)
+  def __call__(self, x, context, anchors_BxA, seen_BxA):
+    x = x + self.attn(self.attn_norm(x), context, anchors_BxA, seen_BxA)
     return x + self.mlp(self.mlp_norm(x))
 
 
@@ -227,15 +227,30 @@ class Drafter(nn.Module):
 
   def draft(self, embeddings_BxAxKxD, anchors_BxA, cache: target_lib.Cache) -> jax.Array:
     """Final hidden states of blocks at their anchors, `[B, A, K, D]` float32. Slot k predicts anchor + k."""
-    x = embeddings_BxAxKxD
+    return self._draft(embeddings_BxAxKxD, anchors_BxA, anchors_BxA, cache)
+
+  def _draft(self, x, anchors_BxA, seen_BxA, cache):
     for layer, context in zip(self.layers, cache):
-      x = layer(x, context, anchors_BxA)
+      x = layer(x, context, anchors_BxA, seen_BxA)
     return self.norm(x)
 
   def __call__(self, features_BxTxF, embeddings_BxAxKxD, anchors_BxA) -> jax.Array:
-    """Training forward: the context of whole rows at once, then every block. Returns as `draft`."""
-    b, t, _ = features_BxTxF.shape
-    positions = jnp.tile(jnp.arange(t)[None, :], (b, 1))
-    context = self._context(features_BxTxF, positions)
+    """Training forward: first the context, of whole rows or of the windows alone, then every block.
+
+    Returns as `draft`.
+    """
+    b, t, width = features_BxTxF.shape
+    shape, window = embeddings_BxAxKxD.shape, self.config.window
+    if 0 < window * shape[1] < t:
+      # Less is projected when each block becomes a row of its own, which holds what its window shows.
+      starts = jnp.maximum(anchors_BxA - window, 0)
+      positions = starts[:, :, None] + jnp.arange(window)[None, None, :]
+      features = features_BxTxF[jnp.arange(b)[:, None, None], positions].reshape(-1, window, width)
+      positions, anchors = positions.reshape(-1, window), anchors_BxA.reshape(-1, 1)
+      embeddings, seen = embeddings_BxAxKxD.reshape(-1, 1, *shape[2:]), jnp.minimum(anchors, window)
+    else:
+      positions = jnp.tile(jnp.arange(t)[None, :], (b, 1))
+      features, embeddings, anchors, seen = features_BxTxF, embeddings_BxAxKxD, anchors_BxA, anchors_BxA
+    context = self._context(features, positions)
     cache = tuple((k.transpose(0, 2, 3, 1), v.transpose(0, 2, 1, 3)) for k, v in context)
-    return self.draft(embeddings_BxAxKxD, anchors_BxA, cache)
+    return self._draft(embeddings, anchors, seen, cache).reshape(shape)

@@ -84,7 +84,7 @@ def naive_block(r, config, params, features, embeddings, anchor):
   return r.rms(x, params['norm']['scale'], eps)
 
 
-@pytest.mark.parametrize('window', [0, 1, 3])
+@pytest.mark.parametrize('window', [0, 1, 2, 3])
 def test_training_forward_against_loops(params, inputs, reference, window):
   config = dataclasses.replace(CONFIG, window=window)
   got = jax.jit(drafter_lib.Drafter(config).apply)({'params': params}, *inputs)
