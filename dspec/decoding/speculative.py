@@ -91,6 +91,27 @@ def draft_logits(
   return target_lib.logits(target_params, hidden[:, 0, 1:], drafter.dtype)
 
 
+@flax.struct.dataclass
+class State:
+  """Of a batch between two rounds.
+
+  Attributes:
+    round: int32 scalar; rounds so far.
+    rows: tokens so far.
+    target_cache: of the positions below each row's last token.
+    drafter_cache: likewise.
+    trace: of the rounds so far.
+    key: source of randomness.
+  """
+
+  round: jax.Array
+  rows: autoregressive.Rows
+  target_cache: target_lib.Cache
+  drafter_cache: target_lib.Cache
+  trace: Trace
+  key: jax.Array
+
+
 @functools.partial(jax.jit, static_argnames=('target', 'drafter', 'max_new_tokens', 'how', 'drafting'))
 def generate(
     target: target_lib.Target,
@@ -125,32 +146,36 @@ def generate(
   Returns:
     The finished rows and the trace of their rounds.
   """
+  models = target, target_params, drafter, drafter_params
+  key = jax.random.key(0) if key is None else key
+  state = start(*models, prompts_BxP, lengths_B, key, max_new_tokens=max_new_tokens, how=how)
+  state = jax.lax.while_loop(
+      lambda state: ~state.rows.done_B.all(),
+      lambda state: advance(*models, state, how=how, drafting=drafting),
+      state,
+  )
+  return state.rows, state.trace
+
+
+def start(
+    target, target_params, drafter, drafter_params, prompts_BxP, lengths_B, key, *, max_new_tokens: int,
+    how: sampling.Sampling,
+) -> State:
+  """Prefill, and the first token of every row. Arguments as of `generate`."""
   b, p = prompts_BxP.shape
   k = drafter.config.block_size
   size = p + max_new_tokens
-  taps = drafter.config.target_layers
-  eos_ids = target.config.eos_ids
   rows = autoregressive.start_rows(
       prompts_BxP, lengths_B, lengths_B + max_new_tokens, jnp.arange(b, dtype=jnp.uint32), size
   )
-
-  def write_context(cache, features, positions):
-    return drafter.apply(
-        {'params': drafter_params}, features, positions, cache, method='write_context'
-    )
-
+  write = functools.partial(_write_context, drafter, drafter_params)
   # The last rounds of a row may look past its limit, so the caches are one block longer.
   target_cache = target_lib.init_cache(target.config, b, size + k)
   drafter_cache = drafter_lib.init_cache(drafter.config, b, size + k)
   logits_BxV, target_cache, drafter_cache = autoregressive.prefill(
-      target, target_params, target_cache, prompts_BxP, lengths_B, taps, write_context, drafter_cache
+      target, target_params, target_cache, prompts_BxP, lengths_B, drafter.config.target_layers, write, drafter_cache
   )
-  key = jax.random.key(0) if key is None else key
-  # The target draws with `key` itself, as in plain decoding. The others must not repeat its numbers, which are
-  # folded in by the rows' seeds; those are never this large.
-  draft_key, accept_key, bonus_key = (jax.random.fold_in(key, 2**32 - n) for n in (1, 2, 3))
   first = sampling.next_token(logits_BxV, how, key, rows.seeds_B, rows.lengths_B)
-  rows = autoregressive.append(rows, first, eos_ids)
   rounds = max(max_new_tokens - 1, 1)  # Each gains a token or more, after the prefill's.
   trace = Trace(
       drafts_BxRxS=jnp.zeros((b, rounds, k - 1), jnp.int32),
@@ -158,84 +183,104 @@ def generate(
       accepted_BxR=jnp.zeros((b, rounds), jnp.int32),
       gained_BxR=jnp.zeros((b, rounds), jnp.int32),
   )
+  rows = autoregressive.append(rows, first, target.config.eos_ids)
+  return State(jnp.zeros((), jnp.int32), rows, target_cache, drafter_cache, trace, key)
 
-  def verify_block(logits_BxSxV, anchor_B, seeds_B, positions, new_BxK, cache):
-    """One draft. Returns drafts [B, S], the round's tokens [B, K], accepted [B], features [B, K, F] and the cache."""
-    drafts = sampling.next_tokens(logits_BxSxV, drafting.how, draft_key, seeds_B, new_BxK[:, :-1])
-    block = jnp.concatenate([anchor_B[:, None], drafts], 1)
-    hidden, features, cache = target.apply({'params': target_params}, block, positions, cache, taps)
-    logits_BxKxV = target_lib.logits(target_params, hidden, target.dtype)
-    if drafting.how.temperature == 0:
-      tokens = sampling.next_tokens(logits_BxKxV, how, key, seeds_B, new_BxK)
-      return drafts, tokens, verify.match(drafts, tokens), features, cache
-    accepted, bonus_B = verify.rejection(
-        drafts, sampling.probabilities(logits_BxSxV, drafting.how), sampling.probabilities(logits_BxKxV, how),
-        sampling.uniforms(accept_key, seeds_B, new_BxK), sampling.uniforms(bonus_key, seeds_B, new_BxK),
-    )
-    is_draft = jnp.arange(k)[None, :] < accepted[:, None]
-    tokens = jnp.where(is_draft, jnp.pad(drafts, ((0, 0), (0, 1))), bonus_B[:, None])
-    return drafts, tokens, accepted, features, cache
 
-  def verify_tree(logits_BxSxV, anchor_B, seeds_B, positions, new_BxK, cache):
-    """Many drafts in one pass; the cache gets the nodes of the path that was taken. Returns as `verify_block`."""
-    if drafting.tree_size:
-      tree = trees.best_first(anchor_B, jax.nn.log_softmax(logits_BxSxV), drafting.tree_size)
-    else:
-      probs = sampling.probabilities(logits_BxSxV, drafting.how)
-      drafts_BxMxS = trees.draw_drafts(probs, draft_key, seeds_B, new_BxK[:, :-1], drafting.num_drafts)
-      tree = trees.chains(anchor_B, drafts_BxMxS)
-    sees = trees.ancestors(tree, k - 1)
-    at_depth = lambda x: jnp.take_along_axis(x, tree.depths_BxN, 1)
-    hidden, features, nodes = target.apply(
-        {'params': target_params}, tree.tokens_BxN, at_depth(positions), cache, taps, (positions[:, 0], sees)
-    )
-    logits_BxNxV = target_lib.logits(target_params, hidden, target.dtype)
-    tokens_BxN = sampling.next_tokens(logits_BxNxV, how, key, seeds_B, at_depth(new_BxK))
-    if drafting.tree_size:
-      path_BxK, accepted = trees.walk(tree, tokens_BxN, k - 1)
-    else:
-      path_BxK = trees.best_chain(drafts_BxMxS, sampling.probabilities(logits_BxNxV, how))
-    along = lambda x: jnp.take_along_axis(x, path_BxK.reshape(b, k, *[1] * (x.ndim - 2)), 1)
-    drafts, tokens = along(tree.tokens_BxN)[:, 1:], along(tokens_BxN)
-    if not drafting.tree_size:
-      accepted = verify.match(drafts, tokens)
-    cache = tuple(
-        target_lib.write_cache(layer, along(keys), along(values), positions)
-        for layer, (keys, values) in zip(cache, nodes)
-    )
-    return drafts, tokens, accepted, along(features), cache
+def advance(
+    target, target_params, drafter, drafter_params, state: State, *, how: sampling.Sampling, drafting: Drafting
+) -> State:
+  """One round of every row that is not done. Arguments as of `generate`."""
+  rows, r, k = state.rows, state.round, drafter.config.block_size
+  live = ~rows.done_B
+  start_B = rows.lengths_B - 1
+  anchor_B = jnp.take_along_axis(rows.tokens_BxT, start_B[:, None], 1)[:, 0]
+  logits_BxSxV = draft_logits(drafter, drafter_params, target_params, anchor_B, start_B, state.drafter_cache)
 
-  def round_(state):
-    r, rows, target_cache, drafter_cache, trace = state
-    live = ~rows.done_B
-    start_B = rows.lengths_B - 1
-    anchor_B = jnp.take_along_axis(rows.tokens_BxT, start_B[:, None], 1)[:, 0]
-    logits_BxSxV = draft_logits(drafter, drafter_params, target_params, anchor_B, start_B, drafter_cache)
-    # Where the anchor is and the tokens of this round would go; outside the caches for rows that are done.
-    steps_K = jnp.arange(k)
-    new_BxK = rows.lengths_B[:, None] + steps_K[None, :]
-    positions = jnp.where(live[:, None], start_B[:, None] + steps_K[None, :], size + k)
-    verify_ = verify_block if drafting.is_single else verify_tree
-    drafts, tokens, accepted, features, target_cache = verify_(
-        logits_BxSxV, anchor_B, rows.seeds_B, positions, new_BxK, target_cache
-    )
-    # Features past the accepted prefix are wrong, but lie at or above the next anchor until overwritten.
-    drafter_cache = write_context(drafter_cache, features, positions)
+  # Where the anchor and the drafts are, outside the caches for rows that are done; and where their successors would go.
+  steps_K = jnp.arange(k)
+  positions_BxK = jnp.where(live[:, None], start_B[:, None] + steps_K[None, :], rows.size + k)
+  new_BxK = rows.lengths_B[:, None] + steps_K[None, :]
+  verify_drafts = _verify_one if drafting.is_single else _verify_many
+  drafts, tokens, accepted, features, target_cache = verify_drafts(
+      target, target_params, drafter.config.target_layers, state, anchor_B, logits_BxSxV, positions_BxK, new_BxK, how,
+      drafting,
+  )
+  # Features past the accepted prefix are wrong, but lie at or above the next anchor until overwritten.
+  drafter_cache = _write_context(drafter, drafter_params, state.drafter_cache, features, positions_BxK)
 
-    before = rows.lengths_B
-    rows = append_prefix(rows, tokens, accepted + 1, eos_ids)
-    keep = lambda old, new: old.at[:, r].set(jnp.where(live.reshape(b, *[1] * (new.ndim - 1)), new, old[:, r]))
-    trace = Trace(
-        drafts_BxRxS=keep(trace.drafts_BxRxS, drafts),
-        starts_BxR=keep(trace.starts_BxR, start_B),
-        accepted_BxR=keep(trace.accepted_BxR, accepted),
-        gained_BxR=keep(trace.gained_BxR, rows.lengths_B - before),
-    )
-    return r + 1, rows, target_cache, drafter_cache, trace
+  rows = append_prefix(rows, tokens, accepted + 1, target.config.eos_ids)
+  new = Trace(drafts, start_B, accepted, rows.lengths_B - state.rows.lengths_B)
+  keep = lambda old, new: old.at[:, r].set(jnp.where(live.reshape(-1, *[1] * (new.ndim - 1)), new, old[:, r]))
+  trace = jax.tree.map(keep, state.trace, new)
+  return State(r + 1, rows, target_cache, drafter_cache, trace, state.key)
 
-  state = (0, rows, target_cache, drafter_cache, trace)
-  state = jax.lax.while_loop(lambda state: ~state[1].done_B.all(), round_, state)
-  return state[1], state[4]
+
+def _write_context(drafter, drafter_params, cache, features, positions):
+  return drafter.apply({'params': drafter_params}, features, positions, cache, method='write_context')
+
+
+def _keys(key: jax.Array) -> list[jax.Array]:
+  """Of drafting, accepting and the bonus. The target draws with `key` itself, as in plain decoding.
+
+  Rows fold their seeds into these, and seeds are never as large as what is folded in here: no number comes twice.
+  """
+  return [jax.random.fold_in(key, 2**32 - n) for n in (1, 2, 3)]
+
+
+def _verify_one(
+    target, target_params, taps, state, anchor_B, logits_BxSxV, positions_BxK, new_BxK, how, drafting
+):
+  """One draft a row: drafts [B, S], the round's tokens [B, K], accepted [B], features [B, K, F], the target's cache."""
+  seeds_B = state.rows.seeds_B
+  draft_key, accept_key, bonus_key = _keys(state.key)
+  drafts = sampling.next_tokens(logits_BxSxV, drafting.how, draft_key, seeds_B, new_BxK[:, :-1])
+  block = jnp.concatenate([anchor_B[:, None], drafts], 1)
+  hidden, features, cache = target.apply({'params': target_params}, block, positions_BxK, state.target_cache, taps)
+  logits_BxKxV = target_lib.logits(target_params, hidden, target.dtype)
+  if drafting.how.temperature == 0:
+    tokens = sampling.next_tokens(logits_BxKxV, how, state.key, seeds_B, new_BxK)
+    return drafts, tokens, verify.match(drafts, tokens), features, cache
+  accepted, bonus_B = verify.rejection(
+      drafts, sampling.probabilities(logits_BxSxV, drafting.how), sampling.probabilities(logits_BxKxV, how),
+      sampling.uniforms(accept_key, seeds_B, new_BxK), sampling.uniforms(bonus_key, seeds_B, new_BxK),
+  )
+  is_draft = jnp.arange(block.shape[1])[None, :] < accepted[:, None]
+  tokens = jnp.where(is_draft, jnp.pad(drafts, ((0, 0), (0, 1))), bonus_B[:, None])
+  return drafts, tokens, accepted, features, cache
+
+
+def _verify_many(
+    target, target_params, taps, state, anchor_B, logits_BxSxV, positions_BxK, new_BxK, how, drafting
+):
+  """Many drafts a row in one pass. Returns as `_verify_one`; the cache gets the nodes of the path that was taken."""
+  seeds_B, (b, k) = state.rows.seeds_B, new_BxK.shape
+  if drafting.tree_size:
+    tree = trees.best_first(anchor_B, jax.nn.log_softmax(logits_BxSxV), drafting.tree_size)
+  else:
+    probs = sampling.probabilities(logits_BxSxV, drafting.how)
+    drafts_BxMxS = trees.draw_drafts(probs, _keys(state.key)[0], seeds_B, new_BxK[:, :-1], drafting.num_drafts)
+    tree = trees.chains(anchor_B, drafts_BxMxS)
+  at_depth = lambda x: jnp.take_along_axis(x, tree.depths_BxN, 1)
+  hidden, features, nodes = target.apply(
+      {'params': target_params}, tree.tokens_BxN, at_depth(positions_BxK), state.target_cache, taps,
+      (positions_BxK[:, 0], trees.ancestors(tree, k - 1)),
+  )
+  logits_BxNxV = target_lib.logits(target_params, hidden, target.dtype)
+  tokens_BxN = sampling.next_tokens(logits_BxNxV, how, state.key, seeds_B, at_depth(new_BxK))
+  if drafting.tree_size:
+    path_BxK, accepted = trees.walk(tree, tokens_BxN, k - 1)
+  else:
+    path_BxK = trees.best_chain(drafts_BxMxS, sampling.probabilities(logits_BxNxV, how))
+  along = lambda x: jnp.take_along_axis(x, path_BxK.reshape(b, k, *[1] * (x.ndim - 2)), 1)
+  drafts, tokens = along(tree.tokens_BxN)[:, 1:], along(tokens_BxN)
+  if not drafting.tree_size:
+    accepted = verify.match(drafts, tokens)
+  cache = tuple(
+      target_lib.write_cache(layer, along(keys), along(values), positions_BxK)
+      for layer, (keys, values) in zip(state.target_cache, nodes)
+  )
+  return drafts, tokens, accepted, along(features), cache
 
 
 def append_prefix(

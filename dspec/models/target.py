@@ -125,7 +125,8 @@ def tree_attention(q_BxNxHxd, k_BxNxHkvxd, v_BxNxHkvxd, layer, starts_B, sees_Bx
     )
 
   views = _views(keys.shape[-1])
-  branch = (jnp.max(starts_B) > jnp.array(views)).sum()
+  longest = jnp.max(jnp.where(starts_B < views[-1], starts_B, 0))  # Of the rows that have not finished.
+  branch = (longest > jnp.array(views)).sum()
   out = jax.lax.switch(branch, [functools.partial(attend, view) for view in views])
   return blocks.ungroup_queries(out, h)
 

@@ -206,8 +206,9 @@ def test_a_row_does_not_depend_on_its_neighbours(make_target, speculate):
   got, trace = speculate(params, prompts, lengths, tokens)
   order = np.array([2, 0, 3, 1])
   other, other_trace = speculate(params, prompts[order], lengths[order], tokens[order])
+  unseeded = lambda rows: rows.replace(seeds_B=jnp.zeros(4))  # A row's seed is its number.
   jax.tree.map(lambda a, b: np.testing.assert_array_equal(np.asarray(a)[order], b),
-               (got, trace), (other, other_trace))
+               (unseeded(got), trace), (unseeded(other), other_trace))
 
 
 def test_accepting_one_token_too_many_is_caught(make_target, speculate, monkeypatch):
