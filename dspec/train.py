@@ -200,21 +200,25 @@ def run(
   )
   iterator = iter(batches)
   models = {'optimizer': optimizer, 'target': target, 'drafter': drafter}
-  # out_shardings on the initialisation too: without them the optimizer's moments may land elsewhere.
-  state = jax.jit(functools.partial(init_state, **models), out_shardings=replicated)(
-      jax.random.key(config.seed), jax.device_put(next(iter(batches)), sharding.batch(mesh)), target_params
-  )
+  init = functools.partial(init_state, **models)
   step_fn = jax.jit(
       functools.partial(train_step, **models, spec=spec, head_chunk=t.head_chunk),
       donate_argnums=0,
       out_shardings=replicated,
   )
 
-  # ---- Where it left off --------------------------------------------------------------------------
+  # ---- From the beginning, or where it left off ---------------------------------------------------
   manager = checkpoints.open_manager(folder / 'checkpoints')
   metrics_path = folder / 'metrics.jsonl'
-  if manager.latest_step() is not None:
-    state = checkpoints.restore(manager, state, iterator)
+  key, first = jax.random.key(config.seed), next(iter(batches))
+  if manager.latest_step() is None:
+    # out_shardings here too: without them the optimizer's moments may land elsewhere.
+    first = jax.device_put(first, sharding.batch(mesh))
+    state = jax.jit(init, out_shardings=replicated)(key, first, target_params)
+  else:
+    shapes = jax.eval_shape(init, key, first, target_params)
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=replicated), shapes)
+    state = checkpoints.restore(manager, shapes, iterator)
     logging.info('resuming %s at step %d of %d', folder, state.step, t.steps)
   start = int(state.step)
   curve = _read_curve(metrics_path, start)

@@ -1,6 +1,7 @@
 """The training loop: one step by another way, resuming to the bit, and what ends a run."""
 
 import copy
+import functools
 import json
 import os
 import shutil
@@ -163,6 +164,7 @@ def test_loss_and_gradient_from_full_logits(step, target):
   assert scale > 1e-2
   jax.tree.map(
       lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-3, atol=1e-5 * scale), gradient, wanted_gradient)
+  assert not gradient.pop('feature_scale').any()  # Measured, not trained.
   assert all(np.abs(x).max() > 0 for x in jax.tree.leaves(gradient))
 
 
@@ -196,6 +198,20 @@ def test_a_batch_without_any_anchor_is_no_step_into_nan(step):
   assert not any(np.any(x) for x in jax.tree.leaves(gradient))
 
 
+def test_features_of_answers_have_unit_scale(step, target, config):
+  state = jax.jit(functools.partial(
+      train.init_state, optimizer=train.make_optimizer(config), target=target[0], drafter=step.drafter))(
+          jax.random.key(0), step.batch, target[1])
+  features = np.asarray(step.batch['features'], np.float64)[np.asarray(step.batch['supervised'])]
+  np.testing.assert_allclose(state.params['feature_scale'], 1 / np.sqrt((features**2).mean(0)), rtol=1e-4)
+  # The product of kernel and scale is what a drafter without the scale would have.
+  folded = {**state.params, 'feature_scale': jnp.ones_like(state.params['feature_scale']),
+            'fc': {'kernel': state.params['feature_scale'][:, None] * state.params['fc']['kernel']}}
+  args = step.batch['features'], jnp.ones((len(SHAPES), ANCHORS, K, 16)), step.batch['anchors']
+  np.testing.assert_allclose(
+      step.drafter.apply({'params': folded}, *args), step.drafter.apply({'params': state.params}, *args), atol=1e-5)
+
+
 def test_optimizer(config):
   """The rate warms up and decays; the gradient is clipped; scales of norms do not decay."""
   config.train.update(steps=100, warmup_fraction=0.1, learning_rate=0.1, weight_decay=0.5, clip_norm=2.0)
@@ -219,12 +235,16 @@ def test_optimizer(config):
 
 @pytest.fixture(scope='module')
 def whole(tmp_path_factory, data, target):
-  """(folder, parameters, summary, batches) of an uninterrupted run of eight steps, checkpoints at 4 and 8."""
+  """(folder, parameters, summary, batches) of an uninterrupted run of eight steps, checkpoints at 4 and 8.
+
+  Its first batch is looked at once before, for the initial state.
+  """
   folder = tmp_path_factory.mktemp('whole')
   with pytest.MonkeyPatch.context() as patch:
     batches = record_batches(patch)
     params, summary = train.run(make_config(), folder, data['cached'], *target)
-  return folder, params, summary, batches
+  assert_same(batches[0], batches[1])
+  return folder, params, summary, batches[1:]
 
 
 def record_batches(monkeypatch):
@@ -241,12 +261,12 @@ def record_batches(monkeypatch):
 
 
 def interrupt(monkeypatch, at, number=signal.SIGTERM):
-  """Sends this process a signal while it prepares step `at`."""
+  """Sends this process a signal while it prepares step `at` of a new run; its initial state comes before."""
   original, calls = sharding.batch, []
 
   def batch(mesh):
     calls.append(mesh)
-    if len(calls) == at:
+    if len(calls) == at + 1:
       os.kill(os.getpid(), number)
     return original(mesh)
 
@@ -285,6 +305,7 @@ def test_a_stopped_run_resumes_to_the_bit(whole, run, tmp_path, monkeypatch, num
   assert [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)] == handlers
   assert saved(tmp_path)[0] == 5  # Not at a multiple of checkpoint_every: it is the stop's own.
   assert records(tmp_path) == records(folder)[:5]
+  del seen[0]
   assert len(seen) == 5
 
   again, summary = run(tmp_path)
