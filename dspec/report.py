@@ -169,7 +169,8 @@ def acceptance_figure(arms: Sequence[Mapping[str, Any]]) -> Figure:
         shares = arm['sets'][name]['acceptance_by_slot']
         panel.plot(range(1, len(shares) + 1), shares, label=arm['name'], color=_colour(i),
                    marker='o', markersize=3)
-    panel.set(title=name, xlabel='slot k', ylabel='rounds with slots 1..k accepted', ylim=(0, 1))
+    panel.set(title=name, xlabel='slot k', ylabel='rounds with slots 1..k accepted')
+    panel.set_ylim(bottom=0)
   _legend(figure, panels)
   return figure
 

@@ -5,8 +5,12 @@ reaches every arm that has the term.
 
   python -m dspec.main --config=experiments/ablation.py
 
-Time on 2 CPU cores: not measured yet.
-Accepted length, held out / HumanEval: not measured yet.
+Time on 2 CPU cores: 23 minutes, and 3 more from an empty cache.
+Accepted length, held out / HumanEval (seed 0, 24 prompts each; all in experiments/results/ablation):
+  uniform      1.259 [1.192, 1.337]                   1.060 [1.047, 1.075]
+  weighting    1.378 [1.301, 1.468]   +9.4 %          1.102 [1.080, 1.125]   +3.9 %
+  first_error  1.479 [1.391, 1.577]  +17.4 %          1.162 [1.130, 1.196]   +9.6 %
+  chain        1.549 [1.458, 1.657]  +23.0 %          1.204 [1.169, 1.243]  +13.5 %
 """
 
 import ml_collections

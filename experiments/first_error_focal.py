@@ -2,8 +2,9 @@
 
   python -m dspec.main --config=experiments/first_error_focal.py
 
-Time on 2 CPU cores: not measured yet.
-Accepted length, held out / HumanEval: not measured yet.
+Time on 2 CPU cores: about 9 minutes from an empty cache, 6 from a full one.
+Accepted length, held out / HumanEval: 1.479 [1.391, 1.577] / 1.162 [1.130, 1.196]
+(as the arm `first_error` of experiments/results/ablation).
 """
 
 import ml_collections

@@ -2,8 +2,9 @@
 
   python -m dspec.main --config=experiments/uniform.py
 
-Time on 2 CPU cores: not measured yet.
-Accepted length, held out / HumanEval: not measured yet.
+Time on 2 CPU cores: about 9 minutes from an empty cache, 6 from a full one.
+Accepted length, held out / HumanEval: 1.259 [1.192, 1.337] / 1.060 [1.047, 1.075]
+(as the arm `uniform` of experiments/results/ablation).
 """
 
 import ml_collections
