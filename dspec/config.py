@@ -34,12 +34,13 @@ _AT_LEAST_ONE = (
     'data.generation_batch_size', 'drafter.num_layers', 'train.steps', 'train.batch_size',
     'train.anchors', 'train.head_chunk', 'train.checkpoint_every', 'train.log_every',
     'evaluate.num_prompts', 'evaluate.max_new_tokens', 'evaluate.batch_size',
-    'evaluate.bootstrap_samples',
+    'evaluate.bootstrap_samples', 'generate.max_new_tokens', 'generate.num_drafts',
 )
 _AT_LEAST_ZERO = (
     'seed', 'data.seed', 'data.held_out', 'data.response_temperature', 'drafter.mask_token_id',
     'drafter.window',
     'loss.first_error', 'loss.chain', 'train.weight_decay', 'evaluate.latency_prompts',
+    'generate.temperature', 'generate.top_k', 'generate.drafter_temperature', 'generate.tree_size',
 )
 _ABOVE_ZERO = ('data.prompt_temperature', 'train.learning_rate', 'train.clip_norm')
 _NAME = re.compile(r'[\w.-]*\w[\w.-]*')  # Of experiments and arms: they name folders.
@@ -124,6 +125,16 @@ def default(budget: str = '') -> ml_collections.ConfigDict:
   evaluate.latency_prompts = 4  # Of each set, decoded again one at a time; 0: none.
   evaluate.latency_block_size = 4  # For these; a CPU pays for every drafted token.
   evaluate.bootstrap_samples = 2000
+
+  generate = config.generate = ml_collections.ConfigDict()  # Of --mode=generate.
+  generate.max_new_tokens = 256
+  generate.temperature = 0.0
+  generate.top_k = 0  # 0: all tokens.
+  generate.top_p = 1.0
+  generate.block_size = 0  # 0: the trained one.
+  generate.drafter_temperature = 0.0  # Above 0 drafts are drawn.
+  generate.num_drafts = 1  # Above 1, self-selection among drawn drafts.
+  generate.tree_size = 0  # Drafted nodes of a draft tree; 0: none.
 
   if budget == 'smoke':
     data.update(num_prompts=24, held_out=4, max_prompt_tokens=60, max_response_tokens=24,
@@ -340,8 +351,14 @@ def _value_problems(config: ml_collections.ConfigDict) -> list[str]:
     require(name in EVALUATION_SETS, 'evaluate.sets',
             f'unknown set {name!r}' + _nearest(str(name), EVALUATION_SETS))
   require(len(set(evaluate.sets)) == len(evaluate.sets), 'evaluate.sets', 'names a set twice')
-  for key in ('evaluate.block_size', 'evaluate.latency_block_size'):
+  for key in ('evaluate.block_size', 'evaluate.latency_block_size', 'generate.block_size'):
     require(flat[key] == 0 or flat[key] >= 2, key, 'must be 0 (the trained one) or at least 2')
+  generate = config.generate
+  require(0 < generate.top_p <= 1, 'generate.top_p', 'must be above 0 and at most 1')
+  require(generate.num_drafts <= 1 or generate.drafter_temperature, 'generate.drafter_temperature',
+          f'must be above 0 for generate.num_drafts={generate.num_drafts}, or all drafts would be the same')
+  require(not generate.tree_size or (generate.num_drafts == 1 and not generate.drafter_temperature),
+          'generate.tree_size', 'a tree is not drawn: it goes with neither num_drafts nor drafter_temperature')
   return problems + _arm_problems(config, problems)
 
 

@@ -23,6 +23,7 @@ import numpy as np
 import tqdm
 
 from dspec.decoding import autoregressive
+from dspec.decoding import sampling
 from dspec.decoding import speculative
 from dspec.errors import UserError
 from dspec.models import drafter as drafter_lib
@@ -168,8 +169,10 @@ def compile_autoregressive(
     batch_size: int,
     prompt_width: int,
     max_new_tokens: int,
+    how: sampling.Sampling = sampling.GREEDY,
+    key: jax.Array | None = None,
 ) -> Decoder:
-  """Greedy one-token decoding, compiled.
+  """One-token decoding, compiled.
 
   Args:
     target: the target; its dtype is that of the matrix products.
@@ -177,10 +180,12 @@ def compile_autoregressive(
     batch_size: rows decoded at once.
     prompt_width: see `prompt_width`.
     max_new_tokens: length limit of every answer.
+    how: how tokens are drawn.
+    key: source of randomness; needed only above temperature 0.
   """
-  params, key = jax.device_put(params), jax.random.key(0)
+  params, key = jax.device_put(params), jax.random.key(0) if key is None else key
   compiled, seconds = _compile(autoregressive.generate.lower(
-      target, params, *_batch_shape(batch_size, prompt_width), key, max_new_tokens=max_new_tokens
+      target, params, *_batch_shape(batch_size, prompt_width), key, max_new_tokens=max_new_tokens, how=how
   ))
   run = lambda prompts_BxP, lengths_B: compiled(params, prompts_BxP, lengths_B, key)
   return _decoder(run, target, batch_size, prompt_width, seconds)

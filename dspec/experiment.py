@@ -32,7 +32,9 @@ from dspec.models import drafter as drafter_lib
 from dspec.models import target as target_lib
 
 # Options that a finished or interrupted run may change: they touch nothing that it has made.
-_FREE = ('evaluate.', 'cache_dir', 'data.generation_batch_size', 'train.log_every', 'train.checkpoint_every')
+_FREE = (
+    'evaluate.', 'generate.', 'cache_dir', 'data.generation_batch_size', 'train.log_every', 'train.checkpoint_every',
+)
 
 
 def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:

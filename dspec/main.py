@@ -3,7 +3,7 @@
   python -m dspec.main --config=experiments/chain_loss.py
 
 Another budget by `--config=experiments/chain_loss.py:smoke` (or `:long`), another folder by
-`--workdir=...`, any option by `--config.a.b=value`.
+`--workdir=...`, any option by `--config.a.b=value`. A trained drafter answers by `--mode=generate`.
 """
 
 import logging as python_logging
@@ -26,6 +26,12 @@ _CONFIG = config_flags.DEFINE_config_file(
     lock_config=True)
 _WORKDIR = flags.DEFINE_string(
     'workdir', '', 'Folder of checkpoints and report. Default: runs/EXPERIMENT[-BUDGET][-seedN].')
+
+
+_MODE = flags.DEFINE_enum(
+    'mode', 'train', ['train', 'generate'], 'Train, evaluate and report; or answer prompts with what was trained.')
+_PROMPT = flags.DEFINE_string('prompt', '', 'Of --mode=generate; without it, and without a file, a chat.')
+_PROMPTS_FILE = flags.DEFINE_string('prompts_file', '', 'Of --mode=generate: JSON lines of {"prompt": ...}.')
 
 
 def fail(error: Exception) -> None:
@@ -74,11 +80,18 @@ def main(argv: Sequence[str]) -> None:
     config_lib.validate(config)
     jax.config.update('jax_compilation_cache_dir', str(config_lib.cache_dir(config) / 'xla'))
     jax.config.update('jax_persistent_cache_min_compile_time_secs', 1.0)
-    from dspec import experiment  # Late: it loads everything, and a wrong option is answered first.
-    experiment.run(config, workdir)
+    # Late: they load everything, and a wrong option is answered first.
+    if _MODE.value == 'generate':
+      from dspec import generate
+      generate.run(config, workdir, _PROMPT.value, _PROMPTS_FILE.value)
+    else:
+      from dspec import experiment
+      experiment.run(config, workdir)
   except UserError as error:
     fail(error)
   except KeyboardInterrupt:
+    if _MODE.value == 'generate':
+      sys.exit(130)
     print('\nStopped. The same command resumes from the last checkpoint:\n  python -m dspec.main '
           + shlex.join(sys.argv[1:]), file=sys.stderr)
     sys.exit(130)

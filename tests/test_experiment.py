@@ -3,6 +3,7 @@
 import json
 import os
 import pathlib
+import re
 import signal
 import subprocess
 import sys
@@ -89,6 +90,31 @@ def test_the_same_command_again_trains_nothing(smoke, environment):
   measured = arm['sets']['held_out']
   assert measured['identical_prompts'] == measured['num_prompts'] == 2
   assert measured['new_tokens'] <= 2 * 12
+
+
+@pytest.mark.parametrize('options', [
+    ['--config.generate.block_size=4'], ['--config.generate.temperature=0.7', '--config.generate.tree_size=8']])
+def test_answers_a_prompt_with_what_was_trained(smoke, environment, options):
+  """Streamed and marked round by round, and token for token what plain decoding says."""
+  words = command(
+      smoke[0], '--mode=generate', '--prompt=Name a colour.', '--config.generate.max_new_tokens=12', *options)
+  done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=600, check=False)
+  assert done.returncode == 0, done.stderr
+  question, *answer, figures, empty = done.stdout.split('\n')
+  assert question == '> Name a colour.' and ''.join(answer).strip() and not empty.strip()
+  tokens, rounds, length = re.match(r'\[(\d+) tokens; (\d+) rounds; accepted length ([\d.]+); ', figures).groups()
+  assert 1 <= int(tokens) <= 12
+  assert float(length) == pytest.approx((int(tokens) - 1) / int(rounds), abs=0.006)
+  assert figures.endswith('; same tokens]')
+
+
+def test_nothing_trained_to_answer_with(environment, tmp_path):
+  done = subprocess.run(
+      command(tmp_path / 'none', '--mode=generate', '--prompt=x'), env=environment, capture_output=True, text=True,
+      timeout=120, check=False)
+  assert done.returncode == 2
+  assert done.stderr.startswith('error: --workdir=') and 'train first' in done.stderr
+  assert not (tmp_path / 'none').exists()
 
 
 def test_another_experiment_in_the_same_folder(smoke, environment):

@@ -57,6 +57,10 @@ class Drafting:
       raise UserError(f'tree_size is {self.tree_size}: a tree is not drawn; leave the drafter at temperature 0')
 
   @property
+  def by_rejection(self) -> bool:
+    return self.is_single and self.how.temperature > 0
+
+  @property
   def is_single(self) -> bool:
     return self.num_drafts == 1 and not self.tree_size
 
@@ -238,7 +242,7 @@ def _verify_one(
   block = jnp.concatenate([anchor_B[:, None], drafts], 1)
   hidden, features, cache = target.apply({'params': target_params}, block, positions_BxK, state.target_cache, taps)
   logits_BxKxV = target_lib.logits(target_params, hidden, target.dtype)
-  if drafting.how.temperature == 0:
+  if not drafting.by_rejection:
     tokens = sampling.next_tokens(logits_BxKxV, how, state.key, seeds_B, new_BxK)
     return drafts, tokens, verify.match(drafts, tokens), features, cache
   accepted, bonus_B = verify.rejection(
