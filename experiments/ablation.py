@@ -5,7 +5,7 @@ reaches every arm that has the term.
 
   python -m dspec.main --config=experiments/ablation.py
 
-Time on 2 CPU cores: 23 minutes, and 3 more from an empty cache.
+Time on 2 CPU cores: 23 minutes with the data in the cache.
 Accepted length, held out / HumanEval (seed 0, 24 prompts each; all in experiments/results/ablation):
   uniform      1.259 [1.192, 1.337]                   1.060 [1.047, 1.075]
   weighting    1.378 [1.301, 1.468]   +9.4 %          1.102 [1.080, 1.125]   +3.9 %

@@ -2,7 +2,7 @@
 
   python -m dspec.main --config=experiments/uniform.py
 
-Time on 2 CPU cores: about 9 minutes from an empty cache, 6 from a full one.
+Time on 2 CPU cores: that of chain_loss.py, 9 minutes from an empty cache; not timed on its own.
 Accepted length, held out / HumanEval: 1.259 [1.192, 1.337] / 1.060 [1.047, 1.075]
 (as the arm `uniform` of experiments/results/ablation).
 """

@@ -3,8 +3,7 @@
   pip install '.[benchmark]' && python experiments/benchmarks/regeneration.py
 
 Prints tokens a second of both in one run, at temperature 0.7, and their ratio. EOS is switched off in both, so that
-the same number of tokens is made. Takes about 4 minutes on 2 CPU cores. Measured there (AMD EPYC with AVX512-BF16,
-shared machine): see the table in README.md.
+the same number of tokens is made. Not measured yet.
 """
 
 import dataclasses
