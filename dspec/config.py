@@ -38,7 +38,7 @@ _AT_LEAST_ONE = (
 )
 _AT_LEAST_ZERO = (
     'seed', 'data.seed', 'data.held_out', 'data.response_temperature', 'drafter.mask_token_id',
-    'drafter.window',
+    'drafter.window', 'drafter.vocab_size',
     'loss.first_error', 'loss.chain', 'train.weight_decay', 'evaluate.latency_prompts',
     'generate.temperature', 'generate.top_k', 'generate.drafter_temperature', 'generate.tree_size',
 )
@@ -94,6 +94,8 @@ def default(budget: str = '') -> ml_collections.ConfigDict:
   drafter.target_layers = (1, 8, 14, 20, 27)  # The target's layers whose outputs it sees, from 0.
   # The last positions of the context that a block sees; 0: all. A short budget cannot learn where to look.
   drafter.window = 16
+  # Tokens that it may draft, the most frequent of the answers; 0: all. The head is most of its work.
+  drafter.vocab_size = 8192
   drafter.mask_token_id = 16  # A row of the target's embedding that no text uses.
 
   loss = config.loss = ml_collections.ConfigDict()
@@ -142,7 +144,7 @@ def default(budget: str = '') -> ml_collections.ConfigDict:
     train.update(steps=6, batch_size=4, anchors=2, checkpoint_every=3, log_every=1)
     evaluate.update(num_prompts=2, max_new_tokens=16, batch_size=2, latency_prompts=1, bootstrap_samples=200)
   elif budget == 'long':
-    data.update(num_prompts=2400, held_out=128, max_response_tokens=256)
+    data.update(num_prompts=4000, held_out=128, max_response_tokens=256)
     train.update(steps=3000, anchors=2, checkpoint_every=250, log_every=20)
     evaluate.update(num_prompts=64, max_new_tokens=256)
   return config.lock()
@@ -262,6 +264,9 @@ def validate_against_target(
     # Formats and engines disagree whether its entry is taken before or after the final norm.
     problems.append(_problem('drafter.target_layers', layers,
                              f'the last layer cannot be tapped; use layers 0 to {last - 1}'))
+  if config.drafter.vocab_size > target_config.vocab_size:
+    problems.append(_problem('drafter.vocab_size', config.drafter.vocab_size,
+                             f'the target has {target_config.vocab_size} tokens; 0 takes all'))
   mask = config.drafter.mask_token_id
   template_ids = [*tokenizer.user_prefix_ids(), *tokenizer.turn_end_ids]
   if mask >= target_config.vocab_size:

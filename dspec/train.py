@@ -86,14 +86,17 @@ def loss_fn(
   positions = anchors_BxA[:, :, None] + jnp.arange(1, k)[None, None, :]
   positions = jnp.minimum(positions, tokens_BxT.shape[1] - 1)
   labels = tokens_BxT[jnp.arange(tokens_BxT.shape[0])[:, None, None], positions]
+  labels = drafter_lib.draft_rows(params, labels, head_VxD.shape[0])
+  valid &= labels >= 0  # What cannot be drafted ends a block, and so does not count, nor what follows it.
+  head = drafter_lib.draft_head(params, head_VxD)
   scores = score_slots_chunked(
-      hidden[:, :, 1:], head_VxD, labels, valid, chunk_size=head_chunk, compute_dtype=drafter.dtype
+      hidden[:, :, 1:], head, labels, valid, chunk_size=head_chunk, compute_dtype=drafter.dtype
   )
   return objective(scores, valid, spec)
 
 
 def init_state(
-    key: jax.Array, batch: dict[str, jax.Array], target_params, *, optimizer, target, drafter
+    key: jax.Array, batch: dict[str, jax.Array], target_params, draft_ids, *, optimizer, target, drafter
 ) -> TrainState:
   """Fresh parameters and optimizer state; a pure function, to be jitted with the keyword arguments bound.
 
@@ -105,6 +108,7 @@ def init_state(
     key: of the parameters.
     batch: the first one of training.
     target_params: the target's.
+    draft_ids: the draft vocabulary, int32, ascending; None for that of the target.
     optimizer: see `make_optimizer`.
     target: the target.
     drafter: the drafter.
@@ -116,7 +120,15 @@ def init_state(
   squares = jnp.sum(jnp.square(batch['features'].astype(jnp.float32)), axis=(0, 1), where=of_answer)
   mean_square = squares / jnp.maximum(jnp.sum(of_answer), 1)
   params['feature_scale'] = jnp.where(mean_square > 0, jax.lax.rsqrt(mean_square), 1.0)
-  return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params))
+  if draft_ids is not None:
+    params['draft_ids'] = draft_ids
+  return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(_split(params)[0]))
+
+
+def _split(params):
+  """What is trained, and what is not."""
+  measured = {name: params[name] for name in drafter_lib.MEASURED if name in params}
+  return {name: value for name, value in params.items() if name not in measured}, measured
 
 
 def _with_features(batch, target, target_params, drafter_config):
@@ -136,11 +148,12 @@ def train_step(
       loss_fn, batch=batch, drafter=drafter, embedding_VxD=target_params['embed']['embedding'],
       head_VxD=target_lib.head_VxD(target_params), spec=spec, head_chunk=head_chunk,
   )
-  (value, aux), gradients = jax.value_and_grad(loss, has_aux=True)(state.params)
-  updates, opt_state = optimizer.update(gradients, state.opt_state, state.params)
-  state = state.replace(
-      step=state.step + 1, params=optax.apply_updates(state.params, updates), opt_state=opt_state
-  )
+  trained, measured = _split(state.params)
+  value_and_grad = jax.value_and_grad(lambda trained: loss({**trained, **measured}), has_aux=True)
+  (value, aux), gradients = value_and_grad(trained)
+  updates, opt_state = optimizer.update(gradients, state.opt_state, trained)
+  params = {**optax.apply_updates(trained, updates), **measured}
+  state = state.replace(step=state.step + 1, params=params, opt_state=opt_state)
   metrics = {'loss': value, 'gradient_norm': optax.global_norm(gradients), **vars(aux)}
   return state, metrics
 
@@ -210,13 +223,17 @@ def run(
   # ---- From the beginning, or where it left off ---------------------------------------------------
   manager = checkpoints.open_manager(folder / 'checkpoints')
   metrics_path = folder / 'metrics.jsonl'
-  key, first = jax.random.key(config.seed), next(iter(batches))
+  draft_ids = None
+  if drafter.config.vocab_size:
+    draft_ids = drafter_lib.draft_vocabulary(data.answer_counts, drafter.config.vocab_size)
+  inputs = jax.random.key(config.seed), next(iter(batches)), target_params, draft_ids
   if manager.latest_step() is None:
     # out_shardings here too: without them the optimizer's moments may land elsewhere.
+    key, first, *others = inputs
     first = jax.device_put(first, sharding.batch(mesh))
-    state = jax.jit(init, out_shardings=replicated)(key, first, target_params)
+    state = jax.jit(init, out_shardings=replicated)(key, first, *others)
   else:
-    shapes = jax.eval_shape(init, key, first, target_params)
+    shapes = jax.eval_shape(init, *inputs)
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=replicated), shapes)
     state = checkpoints.restore(manager, shapes, iterator)
     logging.info('resuming %s at step %d of %d', folder, state.step, t.steps)
@@ -269,7 +286,8 @@ def run(
       'seconds': seconds,
       'steps_this_run': t.steps - start,
       'slots_per_second': float(np.median([r['slots_per_second'] for r in curve])) if curve else 0.0,
-      'drafter_parameters': sum(x.size for x in jax.tree.leaves(state.params)),
+      'drafter_parameters': sum(x.size for x in jax.tree.leaves(_split(state.params)[0])),
+      'draft_vocabulary_coverage': 1.0 if draft_ids is None else data.coverage(draft_ids),
       'curve': curve,
   }
   return jax.tree.map(np.asarray, state.params), summary
@@ -282,7 +300,7 @@ def make_drafter_config(
   d = config.drafter
   return drafter_lib.from_target(
       target, num_layers=d.num_layers, block_size=d.block_size, target_layers=tuple(d.target_layers),
-      mask_token_id=d.mask_token_id, window=d.window,
+      mask_token_id=d.mask_token_id, window=d.window, vocab_size=d.vocab_size,
   )
 
 

@@ -122,6 +122,7 @@ def test_unknown_budget_names_the_nearest():
     ('evaluate.latency_block_size', 1, 'at least 2'),
     ('evaluate.latency_prompts', -1, 'at least 0'),
     ('drafter.window', -1, 'at least 0'),
+    ('drafter.vocab_size', -1, 'at least 0'),
     ('generate.temperature', -1.0, 'at least 0'),
     ('generate.top_p', 0.0, 'above 0 and at most 1'),
     ('generate.block_size', 1, 'at least 2'),
@@ -219,6 +220,7 @@ class _Tokenizer:
 @pytest.mark.parametrize('key, value, text', [
     ('drafter.target_layers', (1, 28, 30), 'out of range; the target has layers 0 to 29'),
     ('drafter.target_layers', (1, 29), 'the last layer cannot be tapped; use layers 0 to 28'),
+    ('drafter.vocab_size', 49153, 'the target has 49152 tokens'),
     ('drafter.mask_token_id', 49152, 'its rows are 0 to 49151'),
     ('drafter.mask_token_id', 2, 'template uses this token'),
     ('drafter.mask_token_id', 9690, 'template uses this token'),

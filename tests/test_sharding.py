@@ -37,10 +37,10 @@ for kind in ('cached', 'online'):
   (folder / kind).mkdir(parents=True)
   paths = features.write(folder / kind, target if kind == 'cached' else None, params, rows, (0, 1))
   config = config_lib.default('smoke').copy_and_resolve_references()
-  config.drafter.update(num_layers=1, block_size=4, target_layers=(0, 1), mask_token_id=1)
+  config.drafter.update(num_layers=1, block_size=4, target_layers=(0, 1), mask_token_id=1, vocab_size=27)
   config.loss.update(gamma=3.0, first_error=0.3, chain=40.0)
   config.train.update(steps=3, batch_size=8, anchors=3, head_chunk=12, compute_dtype='float32', log_every=1)
-  data = dataset.Dataset(tuple(paths), (), 24, {})
+  data = dataset.Dataset(tuple(paths), (), 24, np.arange(29), {})
   drafter, summary = train.run(config, folder / f'run-{kind}', data, target, params)
   results[kind] = [{k: v for k, v in r.items() if 'second' not in k} for r in summary['curve']]
   results[kind].append([float(np.linalg.norm(x)) for x in jax.tree.leaves(drafter)])

@@ -62,13 +62,14 @@ def data(target, tmp_path_factory):
   result = {}
   for name, model in (('cached', target[0]), ('online', None)):
     paths = features.write(tmp_path_factory.mktemp(name), model, target[1], make_rows(), TAPS)
-    result[name] = dataset.Dataset(tuple(paths), (), LENGTH, {})
+    answered = [token for row, prompt in make_rows() for token in row[prompt:]]
+    result[name] = dataset.Dataset(tuple(paths), (), LENGTH, np.bincount(answered, minlength=29), {})
   return result
 
 
 def make_config():
   config = config_lib.default('smoke').copy_and_resolve_references()
-  config.drafter.update(num_layers=1, block_size=K, target_layers=TAPS, mask_token_id=1)
+  config.drafter.update(num_layers=1, block_size=K, target_layers=TAPS, mask_token_id=1, vocab_size=0)
   config.loss.update(gamma=3.0, first_error=0.3, chain=40.0)
   config.train.update(
       steps=8, batch_size=BATCH, anchors=ANCHORS, head_chunk=10, compute_dtype='float32',
@@ -168,6 +169,38 @@ def test_loss_and_gradient_from_full_logits(step, target):
   assert all(np.abs(x).max() > 0 for x in jax.tree.leaves(gradient))
 
 
+def test_loss_over_a_draft_vocabulary(step, target):
+  """As over all tokens whose logits are put out of reach, in blocks that end before the first token outside."""
+  ids = np.sort(np.random.default_rng(5).permutation(29)[:20])
+  params = {**step.params, 'draft_ids': jnp.asarray(ids, jnp.int32)}
+  loss, aux = jax.jit(lambda params, batch: train.loss_fn(params, batch, **step.options))(params, step.batch)
+
+  tokens, anchors = (np.asarray(step.batch[name]) for name in ('tokens', 'anchors'))
+  b, rows = len(SHAPES), np.arange(len(SHAPES))[:, None, None]
+  positions = anchors[:, :, None] + np.arange(K)
+  labels = tokens[rows, np.minimum(positions, LENGTH - 1)][:, :, 1:]
+  of_row = {tuple(row): len(row) for row, _ in make_rows()}
+  ends = np.array([of_row[tuple(t for t in row.tolist() if t)] for row in tokens])
+  valid = (positions[:, :, 1:] < ends[:, None, None]) & np.asarray(step.batch['is_anchor'])[:, :, None]
+  whole = valid.sum()
+  valid &= np.isin(labels, ids)
+  valid = np.cumprod(valid, -1).astype(bool)
+  assert 0 < valid.sum() < whole
+
+  blocks = np.full((b, ANCHORS, K), 1)
+  blocks[:, :, 0] = np.take_along_axis(tokens, anchors, 1)
+  embedding = target[1]['embed']['embedding']
+  hidden = step.drafter.apply({'params': step.params}, step.batch['features'], embedding[blocks], anchors)
+  logits = np.array(jnp.einsum('bakd,vd->bakv', hidden, embedding))[:, :, 1:]
+  outside = np.setdiff1d(np.arange(29), ids)
+  logits[..., outside] = -np.inf
+  wanted, wanted_aux = objective_from_logits(
+      jnp.asarray(logits), jnp.asarray(labels), jnp.asarray(valid), Objective(3.0, 0.3, 40.0))
+  np.testing.assert_allclose(loss, wanted, rtol=1e-5)
+  for name, value in vars(wanted_aux).items():
+    np.testing.assert_allclose(getattr(aux, name), value, rtol=1e-5, atol=1e-7, err_msg=name)
+
+
 def test_slots_without_an_anchor_count_for_nothing(step):
   wanted = loss_and_gradient(step, step.batch)
   rng = np.random.default_rng(1)
@@ -201,7 +234,7 @@ def test_a_batch_without_any_anchor_is_no_step_into_nan(step):
 def test_features_of_answers_have_unit_scale(step, target, config):
   state = jax.jit(functools.partial(
       train.init_state, optimizer=train.make_optimizer(config), target=target[0], drafter=step.drafter))(
-          jax.random.key(0), step.batch, target[1])
+          jax.random.key(0), step.batch, target[1], None)
   features = np.asarray(step.batch['features'], np.float64)[np.asarray(step.batch['supervised'])]
   np.testing.assert_allclose(state.params['feature_scale'], 1 / np.sqrt((features**2).mean(0)), rtol=1e-4)
   # The product of kernel and scale is what a drafter without the scale would have.
@@ -279,7 +312,8 @@ def test_whole_run(whole):
   assert [record['step'] for record in found] == list(range(1, 9))
   assert [record['loss'] for record in summary['curve']] == [record['loss'] for record in found]
   assert summary['steps'] == summary['steps_this_run'] == 8
-  assert summary['drafter_parameters'] == sum(x.size for x in jax.tree.leaves(params))
+  trained = {name: value for name, value in params.items() if name != 'feature_scale'}
+  assert summary['drafter_parameters'] == sum(x.size for x in jax.tree.leaves(trained))
   assert all(x.dtype == np.float32 for x in jax.tree.leaves(params))
   assert len(batches) == 8
   with checkpoints.open_manager(folder / 'checkpoints') as manager:
@@ -418,7 +452,7 @@ def test_learns_a_row_by_heart(config, target, tmp_path):
   (tmp_path / 'data').mkdir()
   paths = features.write(tmp_path / 'data', *target, [make_rows()[0]], TAPS)
   config.train.update(steps=150, batch_size=2, learning_rate=1e-2, log_every=10, checkpoint_every=150)
-  _, summary = train.run(config, tmp_path, dataset.Dataset(tuple(paths), (), LENGTH, {}), *target)
+  _, summary = train.run(config, tmp_path, dataset.Dataset(tuple(paths), (), LENGTH, np.ones(29), {}), *target)
   first, last = summary['curve'][0], summary['curve'][-1]
   assert first['accepted_length'] < 2.2
   # Blocks near the row's end are shorter: four tokens a round are the most.

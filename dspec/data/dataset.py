@@ -33,13 +33,19 @@ class Dataset:
     paths: ArrayRecord files of the training rows.
     held_out: token ids of the prompts kept from training.
     length: T, long enough for every row.
+    answer_counts: how often each token occurs in the answers, int64 [V].
     stats: counts for the report.
   """
 
   paths: tuple[pathlib.Path, ...]
   held_out: tuple[tuple[int, ...], ...]
   length: int
+  answer_counts: np.ndarray
   stats: dict[str, Any]
+
+  def coverage(self, ids: np.ndarray) -> float:
+    """Share of the answers' tokens that are among these."""
+    return float(self.answer_counts[ids].sum() / self.answer_counts.sum())
 
 
 def _key(**parts) -> str:
@@ -161,7 +167,9 @@ def _prepare(config, folder, model, params, tokenizer) -> Dataset:
   )
   length = max(len(row) for row, _ in rows)
   length += -length % 32  # Few shapes, few compilations.
-  return Dataset(tuple(paths), tuple(map(tuple, held_out)), length, stats)
+  answered = np.concatenate([row[prompt:] for row, prompt in rows])
+  counts = np.bincount(answered, minlength=model.config.vocab_size)
+  return Dataset(tuple(paths), tuple(map(tuple, held_out)), length, counts, stats)
 
 
 def _prompt_source(data) -> str:

@@ -84,15 +84,15 @@ class Trace:
 
 
 def draft_logits(
-    drafter: drafter_lib.Drafter, drafter_params: Any, target_params: Any, anchor_B, positions_B, cache
+    drafter: drafter_lib.Drafter, drafter_params: Any, target_params: Any, head_VxD, anchor_B, positions_B, cache
 ) -> jax.Array:
-  """Logits of every draft slot, float32 [B, S, V]."""
+  """Logits of every draft slot over the draft vocabulary, float32 [B, S, V']."""
   tokens = drafter_lib.block_tokens(anchor_B[:, None], drafter.config)
   hidden = drafter.apply(
       {'params': drafter_params}, target_lib.embed(target_params, tokens), positions_B[:, None], cache,
       method='draft',
   )
-  return target_lib.logits(target_params, hidden[:, 0, 1:], drafter.dtype)
+  return target_lib.project(head_VxD, hidden[:, 0, 1:], drafter.dtype)
 
 
 @flax.struct.dataclass
@@ -105,6 +105,7 @@ class State:
     target_cache: of the positions below each row's last token.
     drafter_cache: likewise.
     trace: of the rounds so far.
+    draft_head: rows of the target's head that are drafted from, [V', D]; None for all.
     key: source of randomness.
   """
 
@@ -113,6 +114,7 @@ class State:
   target_cache: target_lib.Cache
   drafter_cache: target_lib.Cache
   trace: Trace
+  draft_head: jax.Array | None
   key: jax.Array
 
 
@@ -188,7 +190,10 @@ def start(
       gained_BxR=jnp.zeros((b, rounds), jnp.int32),
   )
   rows = autoregressive.append(rows, first, target.config.eos_ids)
-  return State(jnp.zeros((), jnp.int32), rows, target_cache, drafter_cache, trace, key)
+  # Gathered here, once.
+  all_rows = target_lib.head_VxD(target_params)
+  head = drafter_lib.draft_head(drafter_params, all_rows) if drafter.config.vocab_size else None
+  return State(jnp.zeros((), jnp.int32), rows, target_cache, drafter_cache, trace, head, key)
 
 
 def advance(
@@ -199,7 +204,10 @@ def advance(
   live = ~rows.done_B
   start_B = rows.lengths_B - 1
   anchor_B = jnp.take_along_axis(rows.tokens_BxT, start_B[:, None], 1)[:, 0]
-  logits_BxSxV = draft_logits(drafter, drafter_params, target_params, anchor_B, start_B, state.drafter_cache)
+  head_VxD = target_lib.head_VxD(target_params) if state.draft_head is None else state.draft_head
+  logits_BxSxV = draft_logits(
+      drafter, drafter_params, target_params, head_VxD, anchor_B, start_B, state.drafter_cache
+  )
 
   # Where the anchor and the drafts are, outside the caches for rows that are done; and where their successors would go.
   steps_K = jnp.arange(k)
@@ -207,8 +215,8 @@ def advance(
   new_BxK = rows.lengths_B[:, None] + steps_K[None, :]
   verify_drafts = _verify_one if drafting.is_single else _verify_many
   drafts, tokens, accepted, features, target_cache = verify_drafts(
-      target, target_params, drafter.config.target_layers, state, anchor_B, logits_BxSxV, positions_BxK, new_BxK, how,
-      drafting,
+      target, target_params, drafter.config.target_layers, drafter_params, state, anchor_B, logits_BxSxV,
+      positions_BxK, new_BxK, how, drafting,
   )
   # Features past the accepted prefix are wrong, but lie at or above the next anchor until overwritten.
   drafter_cache = _write_context(drafter, drafter_params, state.drafter_cache, features, positions_BxK)
@@ -217,7 +225,9 @@ def advance(
   new = Trace(drafts, start_B, accepted, rows.lengths_B - state.rows.lengths_B)
   keep = lambda old, new: old.at[:, r].set(jnp.where(live.reshape(-1, *[1] * (new.ndim - 1)), new, old[:, r]))
   trace = jax.tree.map(keep, state.trace, new)
-  return State(r + 1, rows, target_cache, drafter_cache, trace, state.key)
+  return state.replace(
+      round=r + 1, rows=rows, target_cache=target_cache, drafter_cache=drafter_cache, trace=trace
+  )
 
 
 def _write_context(drafter, drafter_params, cache, features, positions):
@@ -233,20 +243,25 @@ def _keys(key: jax.Array) -> list[jax.Array]:
 
 
 def _verify_one(
-    target, target_params, taps, state, anchor_B, logits_BxSxV, positions_BxK, new_BxK, how, drafting
+    target, target_params, taps, drafter_params, state, anchor_B, logits_BxSxV, positions_BxK, new_BxK, how, drafting
 ):
   """One draft a row: drafts [B, S], the round's tokens [B, K], accepted [B], features [B, K, F], the target's cache."""
   seeds_B = state.rows.seeds_B
   draft_key, accept_key, bonus_key = _keys(state.key)
   drafts = sampling.next_tokens(logits_BxSxV, drafting.how, draft_key, seeds_B, new_BxK[:, :-1])
+  drafts = drafter_lib.token_ids(drafter_params, drafts)
   block = jnp.concatenate([anchor_B[:, None], drafts], 1)
   hidden, features, cache = target.apply({'params': target_params}, block, positions_BxK, state.target_cache, taps)
   logits_BxKxV = target_lib.logits(target_params, hidden, target.dtype)
   if not drafting.by_rejection:
     tokens = sampling.next_tokens(logits_BxKxV, how, state.key, seeds_B, new_BxK)
     return drafts, tokens, verify.match(drafts, tokens), features, cache
+  draft_probs = sampling.probabilities(logits_BxSxV, drafting.how)
+  if 'draft_ids' in drafter_params:  # Nothing else is ever drafted.
+    of_all = jnp.zeros((*drafts.shape, logits_BxKxV.shape[-1]))
+    draft_probs = of_all.at[..., drafter_params['draft_ids']].set(draft_probs)
   accepted, bonus_B = verify.rejection(
-      drafts, sampling.probabilities(logits_BxSxV, drafting.how), sampling.probabilities(logits_BxKxV, how),
+      drafts, draft_probs, sampling.probabilities(logits_BxKxV, how),
       sampling.uniforms(accept_key, seeds_B, new_BxK), sampling.uniforms(bonus_key, seeds_B, new_BxK),
   )
   is_draft = jnp.arange(block.shape[1])[None, :] < accepted[:, None]
@@ -255,15 +270,18 @@ def _verify_one(
 
 
 def _verify_many(
-    target, target_params, taps, state, anchor_B, logits_BxSxV, positions_BxK, new_BxK, how, drafting
+    target, target_params, taps, drafter_params, state, anchor_B, logits_BxSxV, positions_BxK, new_BxK, how, drafting
 ):
   """Many drafts a row in one pass. Returns as `_verify_one`; the cache gets the nodes of the path that was taken."""
   seeds_B, (b, k) = state.rows.seeds_B, new_BxK.shape
   if drafting.tree_size:
     tree = trees.best_first(anchor_B, jax.nn.log_softmax(logits_BxSxV), drafting.tree_size)
+    nodes = drafter_lib.token_ids(drafter_params, tree.tokens_BxN[:, 1:])
+    tree = tree.replace(tokens_BxN=tree.tokens_BxN.at[:, 1:].set(nodes))
   else:
     probs = sampling.probabilities(logits_BxSxV, drafting.how)
     drafts_BxMxS = trees.draw_drafts(probs, _keys(state.key)[0], seeds_B, new_BxK[:, :-1], drafting.num_drafts)
+    drafts_BxMxS = drafter_lib.token_ids(drafter_params, drafts_BxMxS)
     tree = trees.chains(anchor_B, drafts_BxMxS)
   at_depth = lambda x: jnp.take_along_axis(x, tree.depths_BxN, 1)
   hidden, features, nodes = target.apply(

@@ -3,14 +3,19 @@
 The target's tapped hidden states, fused once, become keys and values of every layer. A block is the anchor (a known
 token) followed by masks; its slots see one another and the context strictly below the anchor. Embedding and
 output head are the target's own, frozen; this module maps embeddings to final hidden states.
+
+The head costs more than the rest of a small drafter. A draft vocabulary (as in arXiv 2503.01840) keeps only the rows of
+frequent tokens: other tokens are never drafted, so they always come from the target, and what it says is not touched.
 """
 
 import dataclasses
 import functools
+from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from dspec.models import blocks
 from dspec.models import masks
@@ -18,6 +23,8 @@ from dspec.models import target as target_lib
 
 # Scores of at most this many (slot, context) pairs a head are held at once, per row of the batch.
 _MAX_SCORES = 1 << 21
+# Parameters that are measured on the data and not trained.
+MEASURED = ('feature_scale', 'draft_ids')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,6 +43,7 @@ class DrafterConfig:
   rope_theta: float
   norm_eps: float
   window: int = 0  # Positions of the context that a block sees, the last ones; 0: all.
+  vocab_size: int = 0  # Of the draft vocabulary; 0: that of the target.
 
 
 def from_target(
@@ -46,6 +54,7 @@ def from_target(
     target_layers: tuple[int, ...],
     mask_token_id: int,
     window: int = 0,
+    vocab_size: int = 0,
 ) -> DrafterConfig:
   """A drafter with the widths, heads and rotary base of its target."""
   return DrafterConfig(
@@ -54,6 +63,7 @@ def from_target(
       target_layers=tuple(target_layers),
       mask_token_id=mask_token_id,
       window=window,
+      vocab_size=vocab_size,
       width=target.width,
       mlp_width=target.mlp_width,
       num_heads=target.num_heads,
@@ -70,6 +80,39 @@ def block_tokens(anchor_tokens_BxA: jax.Array, config: DrafterConfig) -> jax.Arr
   return jnp.concatenate(
       [anchor_tokens_BxA[..., None], jnp.full(masks_shape, config.mask_token_id, jnp.int32)], axis=-1
   )
+
+
+def draft_vocabulary(counts_V: np.ndarray, size: int) -> np.ndarray:
+  """Ids of the most frequent tokens, ascending, int32 `[size]`; of equally frequent ones the lowest ids.
+
+  Tokenizers by byte pairs learn frequent pairs first, so that low ids are a fair guess where nothing was counted.
+  """
+  order = np.argsort(-counts_V, kind='stable')
+  return np.sort(order[:size]).astype(np.int32)
+
+
+def draft_head(params: Any, head_VxD: jax.Array) -> jax.Array:
+  """The rows of the target's head that the drafter chooses from, `[V', D]`. Row i stands for `token_ids(params, i)`."""
+  return head_VxD[params['draft_ids']] if 'draft_ids' in params else head_VxD
+
+
+def token_ids(params: Any, rows: jax.Array) -> jax.Array:
+  """Target token ids of rows of `draft_head`."""
+  return params['draft_ids'][rows] if 'draft_ids' in params else rows
+
+
+def draft_rows(params: Any, tokens: jax.Array, vocab_size: int) -> jax.Array:
+  """Inverse of `token_ids`; -1 for tokens that are not in the draft vocabulary.
+
+  Args:
+    params: the drafter's.
+    tokens: int32 target token ids, any shape.
+    vocab_size: V, the target's.
+  """
+  if 'draft_ids' not in params:
+    return tokens
+  ids = params['draft_ids']
+  return jnp.full(vocab_size, -1, jnp.int32).at[ids].set(jnp.arange(ids.shape[0], dtype=jnp.int32))[tokens]
 
 
 def init_cache(config: DrafterConfig, batch: int, length: int) -> target_lib.Cache:
@@ -194,7 +237,8 @@ class Drafter(nn.Module):
   """Drafts blocks. Training runs many anchors a row, decoding one; both take the same path.
 
   `feature_scale` [N * D] multiplies the rows of `fc`'s kernel, which is to scale the features, and is not trained. A
-  DFlash drafter is the same without it: its `fc` is the product.
+  DFlash drafter is the same without it: its `fc` is the product. `draft_ids` [V'] are the ascending token ids of the
+  draft vocabulary, if it has one; see `draft_head`.
   """
 
   config: DrafterConfig
@@ -203,6 +247,8 @@ class Drafter(nn.Module):
   def setup(self):
     c = self.config
     scale = self.param('feature_scale', nn.initializers.ones, (len(c.target_layers) * c.width,))
+    if c.vocab_size:
+      self.param('draft_ids', lambda _: jnp.arange(c.vocab_size, dtype=jnp.int32))
     self.fc = blocks.linear(c.width, self.dtype, None, row_scale=jax.lax.stop_gradient(scale))
     self.hidden_norm = blocks.rms_norm(c.norm_eps, None)
     self.layers = [Layer(c, self.dtype) for _ in range(c.num_layers)]

@@ -213,9 +213,13 @@ def head_VxD(params: Params) -> jax.Array:
 
 def logits(params: Params, hidden_xD: jax.Array, dtype: jnp.dtype) -> jax.Array:
   """Float32 logits `[..., V]` of hidden states after the final norm, operands in `dtype`."""
-  head = head_VxD(params)
+  return project(head_VxD(params), hidden_xD, dtype)
+
+
+def project(head_VxD: jax.Array, hidden_xD: jax.Array, dtype: jnp.dtype) -> jax.Array:
+  """`logits` for some rows of the head."""
   return jnp.einsum(
-      '...d,vd->...v', hidden_xD.astype(dtype), head.astype(dtype), preferred_element_type=jnp.float32
+      '...d,vd->...v', hidden_xD.astype(dtype), head_VxD.astype(dtype), preferred_element_type=jnp.float32
   )
 
 

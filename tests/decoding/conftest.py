@@ -86,17 +86,18 @@ def make_target():
 
 @pytest.fixture(scope='session')
 def make_drafter():
-  """A function (target config, K, seed) -> (module, params) of a random drafter."""
+  """A function (target config, K, seed, draft vocabulary) -> (module, params) of a random drafter."""
 
-  def make(target_config, block_size, seed):
+  def make(target_config, block_size, seed, draft_ids=()):
     config = drafter_lib.from_target(
         target_config, num_layers=2, block_size=block_size,
-        target_layers=tuple(sorted({0, target_config.num_layers - 2})), mask_token_id=1)
+        target_layers=tuple(sorted({0, target_config.num_layers - 2})), mask_token_id=1, vocab_size=len(draft_ids))
     module = drafter_lib.Drafter(config)
     shapes = shapes_of(
         module, ((1, 2, len(config.target_layers) * config.width), jnp.float32),
         ((1, 1, block_size, config.width), jnp.float32), ((1, 1), jnp.int32))
-    return module, random_tree(shapes, seed, 1.5)
+    drawn = random_tree({name: shape for name, shape in shapes.items() if name != 'draft_ids'}, seed, 1.5)
+    return module, {**drawn, 'draft_ids': jnp.asarray(draft_ids, jnp.int32)} if draft_ids else drawn
 
   return make
 

@@ -145,6 +145,46 @@ def test_some_drafts_of_a_real_drafter_are_accepted(make_target, make_drafter):
   assert lengths_seen >= {0, 1, 2}
 
 
+@few
+@given(seed=seeds, drafting=st.sampled_from([
+    speculative.Drafting(), speculative.Drafting(tree_size=4),
+    speculative.Drafting(sampling.Sampling(1.0), num_drafts=3)]))
+def test_a_draft_vocabulary_changes_drafts_alone(make_target, make_drafter, seed, drafting):
+  module, params = make_target(5, seed)
+  prompts, lengths = draw_prompts(seed, vocab=5)
+  want = oracle(module, params, prompts, lengths)
+  traces = []
+  for ids in ((), (0, 1, 2, 3, 4), (1, 3, 4)):
+    drafter, drafter_params = make_drafter(module.config, K, seed + 1, ids)
+    got, trace = speculative.generate(
+        module, params, drafter, drafter_params, prompts, lengths, max_new_tokens=LIMIT, drafting=drafting)
+    assert_same(got, want)
+    traces.append(trace)
+  none, whole, some = traces
+  jax.tree.map(np.testing.assert_array_equal, none, whole)
+  ran = np.asarray(some.starts_BxR) >= 0
+  taken = np.asarray(some.drafts_BxRxS)[ran]
+  if drafting.tree_size:  # Behind the end of its path there is the anchor.
+    taken = taken[np.arange(K - 1)[None] < np.asarray(some.accepted_BxR)[ran][:, None]]
+  assert set(taken.ravel().tolist()) <= {1, 3, 4}
+
+
+def test_drafts_are_the_most_probable_of_the_draft_vocabulary(make_target, make_drafter, uncached):
+  module, params = make_target(40, 2, mute=True)
+  ids = (3, 7, 8, 20, 33, 39)
+  drafter, drafter_params = make_drafter(module.config, K, 2, ids)
+  prompts, lengths = draw_prompts(2)
+  rows, trace = speculative.generate(
+      module, params, drafter, drafter_params, prompts, lengths, max_new_tokens=LIMIT)
+  _, features = uncached(module, params, rows.tokens_BxT, drafter.config.target_layers)
+  logits = np.asarray(training_drafts(
+      drafter, drafter_params, params, module, rows.tokens_BxT, features, jnp.maximum(trace.starts_BxR, 0)))
+  ran = np.asarray(trace.starts_BxR) >= 0
+  wanted = np.array(ids)[logits[..., list(ids)].argmax(-1)]
+  np.testing.assert_array_equal(np.asarray(trace.drafts_BxRxS)[ran], wanted[ran])
+  assert len(set(wanted[ran].ravel().tolist())) > 3
+
+
 # Two chunks and two views, with rows whose anchors and ends lie on both sides of position 64.
 LONG = (70, (1, 70, 60), 9, 3)
 
@@ -298,9 +338,9 @@ def sampled_texts(generate, target, drafter, prompt, how, draft):
 def distribution(make_target, make_drafter, uncached):
   """A function (generate, how, draft, seed) -> p-value of whole texts, through all of the decoder."""
 
-  def p_value(generate, how, draft, seed=2):
+  def p_value(generate, how, draft, seed=2, draft_ids=()):
     module, params = target = make_target(5, seed)
-    drafter = make_drafter(module.config, 3, seed + 1)
+    drafter = make_drafter(module.config, 3, seed + 1, draft_ids)
     prompt = [3, 1, 4]
     logits_of = lambda text: uncached(module, params, np.array([text + [0] * (6 - len(text))]))[0][0, len(text) - 1]
     exact = exact_texts(logits_of, prompt, how, module.config.eos_ids)
@@ -312,14 +352,15 @@ def distribution(make_target, make_drafter, uncached):
   return p_value
 
 
-@pytest.mark.parametrize('how,draft', [
-    (sampling.Sampling(3.0), sampling.GREEDY),
-    (sampling.Sampling(3.0), sampling.Sampling(3.0)),
-    (sampling.Sampling(4.0, top_k=3), sampling.Sampling(2.0)),
-    (sampling.Sampling(3.0, top_p=0.8), sampling.Sampling(4.0, top_k=2)),
+@pytest.mark.parametrize('how,draft,draft_ids', [
+    (sampling.Sampling(3.0), sampling.GREEDY, ()),
+    (sampling.Sampling(3.0), sampling.Sampling(3.0), ()),
+    (sampling.Sampling(3.0), sampling.Sampling(3.0), (0, 1, 4)),
+    (sampling.Sampling(4.0, top_k=3), sampling.Sampling(2.0), ()),
+    (sampling.Sampling(3.0, top_p=0.8), sampling.Sampling(4.0, top_k=2), ()),
 ])
-def test_texts_have_the_distribution_of_the_target(distribution, how, draft):
-  assert distribution(speculative.generate, how, draft) > FALSE_ALARM
+def test_texts_have_the_distribution_of_the_target(distribution, how, draft, draft_ids):
+  assert distribution(speculative.generate, how, draft, draft_ids=draft_ids) > FALSE_ALARM
 
 
 def test_a_wrong_rule_shows_in_the_texts(distribution, monkeypatch):

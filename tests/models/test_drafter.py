@@ -215,7 +215,7 @@ def test_from_target(tiny_config, random_params):
       tiny_config, num_layers=2, block_size=5, target_layers=[0, 1], mask_token_id=12)
   assert dataclasses.asdict(config) == dict(
       num_layers=2, block_size=5, target_layers=(0, 1), mask_token_id=12, width=16, mlp_width=20,
-      num_heads=4, num_kv_heads=2, head_dim=6, rope_theta=100.0, norm_eps=1e-3, window=0)
+      num_heads=4, num_kv_heads=2, head_dim=6, rope_theta=100.0, norm_eps=1e-3, window=0, vocab_size=0)
   hash(config)
   embeddings, features = jnp.zeros((1, 1, 5, 16)), jnp.zeros((1, 2, 32))
   got = random_params(
@@ -233,3 +233,22 @@ def test_from_target(tiny_config, random_params):
   assert jax.tree.map(jnp.shape, got) == {
       'feature_scale': (32,), 'fc': {'kernel': (32, 16)}, 'hidden_norm': {'scale': (16,)}, 'norm': {'scale': (16,)},
       'layers_0': layer, 'layers_1': layer}
+
+
+def test_draft_vocabulary():
+  counts = np.array([3, 0, 0, 9, 3, 1])
+  ids = drafter_lib.draft_vocabulary(counts, 5)
+  np.testing.assert_array_equal(ids, [0, 1, 3, 4, 5])  # Of the two that never occur the lower one.
+  assert ids.dtype == np.int32
+  np.testing.assert_array_equal(drafter_lib.draft_vocabulary(counts, 2), [0, 3])
+
+  head = jnp.arange(12.0).reshape(6, 2)
+  params = {'draft_ids': jnp.asarray(ids)}
+  np.testing.assert_array_equal(drafter_lib.draft_head(params, head), head[np.array(ids)])
+  tokens = jnp.array([[5, 2, 0], [3, 1, 4]])
+  rows = drafter_lib.draft_rows(params, tokens, 6)
+  np.testing.assert_array_equal(rows, [[4, -1, 0], [2, 1, 3]])
+  known = rows >= 0
+  np.testing.assert_array_equal(drafter_lib.token_ids(params, rows)[known], tokens[known])
+  for function in (lambda x: drafter_lib.draft_rows({}, x, 6), lambda x: drafter_lib.token_ids({}, x)):
+    np.testing.assert_array_equal(function(tokens), tokens)
