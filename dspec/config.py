@@ -105,7 +105,7 @@ def default(budget: str = '') -> ml_collections.ConfigDict:
   loss.reduction = 'mean'  # Of the slots: 'mean' or, as the paper prints it, 'sum'.
 
   train = config.train = ml_collections.ConfigDict()
-  train.steps = 480
+  train.steps = 800
   # Many sequences with few blocks each: blocks of one sequence teach much the same.
   train.batch_size = 64  # Sequences.
   train.anchors = 1  # Blocks a sequence.
@@ -145,7 +145,8 @@ def default(budget: str = '') -> ml_collections.ConfigDict:
     evaluate.update(num_prompts=2, max_new_tokens=16, batch_size=2, latency_prompts=1, bootstrap_samples=200)
   elif budget == 'long':
     data.update(num_prompts=4000, held_out=128, max_response_tokens=256)
-    train.update(steps=3000, anchors=2, checkpoint_every=250, log_every=20)
+    drafter.update(window=64, vocab_size=16384)
+    train.update(steps=7000, checkpoint_every=250, log_every=20)
     evaluate.update(num_prompts=64, max_new_tokens=256)
   return config.lock()
 

@@ -106,8 +106,9 @@ class Speaker:
     evaluate.fitting(
         [prompt], self._target.config, max_new_tokens=self._max_new_tokens, block_size=self._drafter.config.block_size
     )
-    start, advance, plain = self._programs(evaluate.prompt_width([prompt]))
-    prompts_BxP = np.zeros((1, evaluate.prompt_width([prompt])), np.int32)
+    width = evaluate.prompt_width([prompt])
+    start, advance, plain = self._programs(width)
+    prompts_BxP = np.zeros((1, width), np.int32)
     prompts_BxP[0, : len(prompt)] = prompt
     lengths_B = np.array([len(prompt)], np.int32)
     params = self._target_params, self._drafter_params

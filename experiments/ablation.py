@@ -24,6 +24,8 @@ def get_config(budget: str = '') -> ml_collections.ConfigDict:
   config.loss.gamma = 10.0
   config.loss.first_error = 0.3
   config.loss.chain = 40.0
+  if not budget:
+    config.evaluate.update(num_prompts=40, batch_size=40)  # All that are held out, for narrower intervals.
   config.arms = (
       ('uniform', {'loss.gamma': None, 'loss.first_error': 0.0, 'loss.chain': 0.0}),
       ('weighting', {'loss.first_error': 0.0, 'loss.chain': 0.0}),
