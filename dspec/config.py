@@ -28,6 +28,7 @@ _CHOICES = {
     'data.features': ('cached', 'online'),
     'loss.reduction': ('mean', 'sum'),
     'train.compute_dtype': ('bfloat16', 'float32'),
+    'evaluate.latency_dtype': ('bfloat16', 'float32'),
 }
 _AT_LEAST_ONE = (
     'data.num_prompts', 'data.max_prompt_tokens', 'data.max_response_tokens',
@@ -125,7 +126,9 @@ def default(budget: str = '') -> ml_collections.ConfigDict:
   evaluate.batch_size = 24
   evaluate.block_size = 0  # Of decoding; 0: the trained one.
   evaluate.latency_prompts = 4  # Of each set, decoded again one at a time; 0: none.
-  evaluate.latency_block_size = 4  # For these; a CPU pays for every drafted token.
+  # Of these; 0: for each arm the fastest, from costs measured here and its acceptance on the first set.
+  evaluate.latency_block_size = 0
+  evaluate.latency_dtype = 'bfloat16'  # Of the matmuls' operands. The other evaluation is in float32, and exact.
   evaluate.bootstrap_samples = 2000
 
   generate = config.generate = ml_collections.ConfigDict()  # Of --mode=generate.

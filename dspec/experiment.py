@@ -27,6 +27,7 @@ from dspec.checkpoints import gguf
 from dspec.checkpoints import package
 from dspec.data import dataset as dataset_lib
 from dspec.data import prompts as prompts_lib
+from dspec.decoding import costs as costs_lib
 from dspec.errors import UserError
 from dspec.models import drafter as drafter_lib
 from dspec.models import target as target_lib
@@ -92,13 +93,18 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
   with stage('evaluation'):
     e = config.evaluate
     sets = prompt_sets(config, data, humaneval, tokenizer, target_config)
+    sizes = {name: e.block_size or arm.drafter.block_size for name, arm, *_ in trained}
     evaluations = evaluate_arms(
-        config, target_config, params, trained, sets, batch_size=e.batch_size, block_size=e.block_size
+        config, target_config, params, trained, sets, dtype=jnp.float32, batch_size=e.batch_size, block_sizes=sizes
     )
     # One user waits for one answer: the speed that accepted length is for, above all where compute is scarce.
     alone = {name: prompts[: e.latency_prompts] for name, prompts in sets.items() if e.latency_prompts}
+    sizes, costs = latency_block_sizes(
+        config, target_config, params, fingerprint, trained, evaluations if alone else {}
+    )
     latencies = evaluate_arms(
-        config, target_config, params, trained, alone, batch_size=1, block_size=e.latency_block_size
+        config, target_config, params, trained, alone, dtype=jnp.dtype(e.latency_dtype), batch_size=1,
+        block_sizes=sizes,
     )
 
   # ---- Report ------------------------------------------------------------------------------------
@@ -115,6 +121,7 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
       },
       'data': data.stats,
       'machine': machine(config),
+      'costs': costs,
       'config': config_lib.to_dict(config),
       'arms': [
           {
@@ -193,7 +200,7 @@ def prompt_sets(config, data, humaneval, tokenizer, target_config) -> dict[str, 
 
 
 def evaluate_arms(
-    config, target_config, params, trained, sets, *, batch_size: int, block_size: int
+    config, target_config, params, trained, sets, *, dtype, batch_size: int, block_sizes: dict[str, int]
 ) -> dict[str, dict[str, Any]]:
   """{arm: {set: measures}}; plain decoding is run once a set, and every arm is compared with the first.
 
@@ -203,14 +210,15 @@ def evaluate_arms(
     params: the target's parameters, float32.
     trained: (name, config, drafter parameters, summary) of each arm.
     sets: prompts of each set, see `prompt_sets`.
+    dtype: of the matrix products.
     batch_size: prompts decoded at once.
-    block_size: of decoding; 0 for the trained one.
+    block_sizes: of decoding, by arm.
   """
   if not sets:
     return {name: {} for name, *_ in trained}
   e = config.evaluate
-  target = target_lib.Target(target_config, jnp.float32)
-  params = jax.device_put(params)
+  target = target_lib.Target(target_config, dtype)
+  params = jax.device_put(target_lib.cast(params, dtype))
   options = {
       'batch_size': min(batch_size, max(map(len, sets.values()))),
       'prompt_width': max(map(evaluate.prompt_width, sets.values())),
@@ -224,10 +232,11 @@ def evaluate_arms(
   }
   measures, first, compiled = {}, {}, {}
   for arm_name, arm, arm_params, _ in trained:
+    arm_params = target_lib.cast(arm_params, dtype)
     shape = train.make_drafter_config(arm, target_config)
-    shape = dataclasses.replace(shape, block_size=block_size or shape.block_size)
+    shape = dataclasses.replace(shape, block_size=block_sizes[arm_name])
     if shape not in compiled:
-      drafter = drafter_lib.Drafter(shape, jnp.float32)
+      drafter = drafter_lib.Drafter(shape, dtype)
       compiled[shape] = evaluate.compile_speculative(target, params, drafter, arm_params, **options)
     measures[arm_name] = {}
     for name, reference in references.items():
@@ -244,6 +253,39 @@ def evaluate_arms(
         first[name] = evaluation
       measures[arm_name][name] = result
   return measures
+
+
+def latency_block_sizes(
+    config, target_config, params, fingerprint, trained, evaluations
+) -> tuple[dict[str, int], dict[str, Any]]:
+  """Of each arm the block size that is fastest for one prompt, and the costs that say so.
+
+  Args:
+    config: the whole config.
+    target_config: the target's.
+    params: the target's parameters, float32.
+    fingerprint: hash of the target's file.
+    trained: as in `evaluate_arms`.
+    evaluations: {arm: {set: measures}}; the first set's acceptance counts. Empty if nothing is to be decoded.
+
+  Returns:
+    {arm: block size} and {arm: the costs, see `report.write`}; the latter is empty where the config fixes the size.
+  """
+  e = config.evaluate
+  if e.latency_block_size or not evaluations:
+    return {name: e.latency_block_size for name, *_ in trained}, {}
+  dtype = jnp.dtype(e.latency_dtype)
+  target, target_params = target_lib.Target(target_config, dtype), target_lib.cast(params, dtype)
+  sizes, costs = {}, {}
+  for name, arm, arm_params, _ in trained:
+    drafter = drafter_lib.Drafter(train.make_drafter_config(arm, target_config), dtype)
+    found = costs_lib.measured(
+        config_lib.cache_dir(config) / 'costs', fingerprint, target, target_params, drafter,
+        target_lib.cast(arm_params, dtype),
+    )
+    acceptance = next(iter(evaluations[name].values()))['acceptance_by_slot']
+    sizes[name], costs[name] = found.best_block_size(acceptance), found.to_json()
+  return sizes, costs
 
 
 def machine(config: ml_collections.ConfigDict) -> dict[str, Any]:

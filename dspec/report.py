@@ -42,6 +42,12 @@ _NOTES = """\
   budget all differ: compare the order of the arms, not the values.
 """
 
+_COST_NOTES = """\
+The block size of each arm is the fastest one at the costs below, measured by themselves on this machine, and at the
+arm's acceptance on the first set. **Bound**: accepted length * plain step / (draft + verify), and in brackets what share
+of it the speed-up reaches.
+"""
+
 
 def write(workdir: str | pathlib.Path, results: Mapping[str, Any]) -> str:
   """Writes report.json, report.md, acceptance_by_slot.png and training.png into `workdir`.
@@ -54,6 +60,8 @@ def write(workdir: str | pathlib.Path, results: Mapping[str, Any]) -> str:
       arms: list of {name, loss: {gamma, first_error, chain}, train: {name: number},
         curve: [{step, and any of loss, accepted_length, cross_entropy, ...}], sets: {name: S}}.
         latency: as sets, of prompts decoded one at a time; may be empty.
+      costs: {arm: {step, draft: {K: .}, verify: {K: .}}}, seconds for one prompt, see `dspec.decoding.costs`; arms may
+        be missing.
       S has num_prompts, new_tokens, rounds, identical_prompts, block_size, dtype, batch_size,
         ended_share, waste (shares in [0, 1]), accepted_length: {micro, micro_interval [2], macro,
         macro_interval [2]}, acceptance_by_slot [K-1] (share of rounds in which slots 1..k were all
@@ -78,20 +86,40 @@ def terminal_table(results: Mapping[str, Any]) -> str:
   left_out = ('macro', 'tokens/s', 'plain tokens/s', PAPER_COLUMN)
   rows = comparison_rows(results['arms'])
   tables = [_table([{key: row[key] for key in row if key not in left_out} for row in rows], 'simple')]
-  rows = latency_rows(results['arms'])
+  rows = latency_rows(results)
   if rows:
     tables += ['One prompt at a time:', _table(rows, 'simple')]
   return '\n\n'.join(tables)
 
 
-def latency_rows(arms: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
+def latency_rows(results: Mapping[str, Any]) -> list[dict[str, str]]:
   """For each arm and set {column: text} of what was decoded one prompt at a time."""
-  left_out = ('macro', 'gain', 'waste', PAPER_COLUMN)
-  measures = [s for arm in arms for s in arm['latency'].values()]
-  return [
-      {**{key: row[key] for key in row if key not in left_out}, 'block size': str(s['block_size'])}
-      for row, s in zip(comparison_rows(arms, 'latency'), measures, strict=True)
-  ]
+  arms, left_out = results['arms'], ('macro', 'gain', 'waste', PAPER_COLUMN)
+  measures = [(arm['name'], s) for arm in arms for s in arm['latency'].values()]
+  rows = []
+  for row, (name, s) in zip(comparison_rows(arms, 'latency'), measures, strict=True):
+    rows.append({**{key: row[key] for key in row if key not in left_out}, 'block size': str(s['block_size'])})
+    if name in results['costs']:
+      costs = results['costs'][name]
+      round_seconds = sum(costs[part][str(s['block_size'])] for part in ('draft', 'verify'))
+      bound = s['accepted_length']['micro'] * costs['step'] / round_seconds
+      reached = s['speculative_tokens_per_second'] / s['autoregressive_tokens_per_second']
+      rows[-1]['bound'] = f'{bound:.2f}x ({reached / bound:.0%})'
+  return rows
+
+
+def cost_rows(results: Mapping[str, Any]) -> list[dict[str, str]]:
+  """For each arm and block size {column: text} of what a round costs."""
+  rows = []
+  for name, costs in results['costs'].items():
+    for k, draft in costs['draft'].items():
+      whole = draft + costs['verify'][k]
+      rows.append({
+          'arm': name, 'block size': k, 'draft, ms': f'{1e3 * draft:.1f}',
+          'verify, ms': f"{1e3 * costs['verify'][k]:.1f}", 'plain step, ms': f"{1e3 * costs['step']:.1f}",
+          'round / step': f"{whole / costs['step']:.2f}",
+      })
+  return rows
 
 
 def comparison_rows(arms: Sequence[Mapping[str, Any]], of: str = 'sets') -> list[dict[str, str]]:
@@ -131,8 +159,10 @@ def markdown(results: Mapping[str, Any]) -> str:
       'arm': arm['name'],
       **{key: _text(value) for key, value in {**arm['loss'], **arm['train']}.items()},
   } for arm in arms]
-  alone = latency_rows(arms)
+  alone, costs = latency_rows(results), cost_rows(results)
   latency = ['## One prompt at a time', _table(alone)] if alone else []
+  if costs:
+    latency += [_COST_NOTES, _table(costs)]
   parts = [
       f"# {results['experiment']} (seed {results['seed']})",
       f"    {results['command']}",

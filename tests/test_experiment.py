@@ -64,8 +64,11 @@ def test_from_nothing_to_a_report(smoke):
   assert f'{accepted:.3f}' in printed or f'{accepted:.2f}' in printed
 
   alone = arm['latency']['held_out']
-  assert (alone['batch_size'], alone['block_size']) == (1, 4)
-  assert alone['identical_prompts'] == alone['num_prompts'] == 1 and 1 <= alone['accepted_length']['micro'] <= 4
+  assert (alone['batch_size'], alone['num_prompts'], alone['dtype']) == (1, 1, 'bfloat16')
+  assert alone['block_size'] in (2, 4, 8, 16) and 1 <= alone['accepted_length']['micro'] <= alone['block_size']
+  costs = results['costs']['chain_loss']
+  assert list(costs['draft']) == list(costs['verify']) == ['2', '4', '8', '16']
+  assert costs['step'] > 0 and all(value > 0 for part in ('draft', 'verify') for value in costs[part].values())
 
   report = (folder / 'report.md').read_text()
   images = sorted(folder.glob('*.png'))

@@ -52,6 +52,7 @@ def results():
       'machine': {'device': 'cpu', 'cores': 2, 'memory_gib': 23.5, 'jax': '0.10.2'},
       'target': {'name': 'SmolLM2-135M-Instruct', 'parameters': 134515008},
       'data': {'training_prompts': 836, 'training_tokens': 107123, 'truncated_share': 0.3125},
+      'costs': {'chain': {'step': 0.02, 'draft': {'4': 0.004, '8': 0.005}, 'verify': {'4': 0.021, '8': 0.03}}},
       'times': {'target': 6.25, 'data': 250.0, 'train': 402.5},
       'arms': [_arm('uniform', (None, 0.0, 0.0), 1.3354, None, 0),
                _arm('chain', (10.0, 0.3, 40.0), 1.7132, gain, 1)],
@@ -130,15 +131,25 @@ def test_latency_table_holds_the_results(results):
     np.testing.assert_allclose(
         _numbers(row['speed-up']), [s['speculative_tokens_per_second'] / 80], atol=5e-3)
     assert row['exact'] == f"{s['identical_prompts']}/32"
+  # The tables hold tau * step / (draft + verify), and the share that the speed-up is of it.
+  s = results['arms'][1]['latency']['held_out']
+  bound = s['accepted_length']['micro'] * 0.02 / 0.025
+  np.testing.assert_allclose(
+      _numbers(rows[1]['bound']), [bound, round(s['speculative_tokens_per_second'] / 80 / bound * 100)], atol=5e-3)
+  assert rows[0]['bound'] == ''
+  costs = _tables(text[text.index('**Bound**'):])[0]
+  assert [list(row.values()) for row in costs] == [
+      ['chain', '4', '4.0', '21.0', '20.0', '1.25'], ['chain', '8', '5.0', '30.0', '20.0', '1.75']]
   assert 'One prompt at a time' in report.terminal_table(results)
   for arm in results['arms']:
     arm['latency'] = {}
+  results['costs'] = {}
   assert 'One prompt at a time' not in report.markdown(results) + report.terminal_table(results)
 
 
 def test_slot_tables_hold_the_results(results):
   tables = _tables(report.markdown(results))
-  for table, key in zip(tables[3:5], ('acceptance_by_slot', 'slot_accuracy')):
+  for table, key in zip(tables[4:6], ('acceptance_by_slot', 'slot_accuracy')):
     sets = [s for arm in results['arms'] for s in arm['sets'].values()]
     shown = [[float(row[str(k)]) for k in range(1, SLOTS + 1)] for row in table]
     np.testing.assert_allclose(shown, [s[key] for s in sets], atol=5e-4)
@@ -146,7 +157,7 @@ def test_slot_tables_hold_the_results(results):
 
 def test_other_tables(results):
   text = report.markdown(results)
-  _, details, _, _, _, training, target, data, machine, times = _tables(text)
+  _, details, _, _, _, _, training, target, data, machine, times = _tables(text)
   assert [row['rounds'] for row in details] == ['2100', '2101', '2101', '2102']
   assert {row['dtype'] for row in details} == {'float32'}
   assert training[0] == {'arm': 'uniform', 'gamma': 'None', 'first_error': '0', 'chain': '0',

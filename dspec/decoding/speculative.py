@@ -83,18 +83,6 @@ class Trace:
   gained_BxR: jax.Array
 
 
-def draft_logits(
-    drafter: drafter_lib.Drafter, drafter_params: Any, target_params: Any, head_VxD, anchor_B, positions_B, cache
-) -> jax.Array:
-  """Logits of every draft slot over the draft vocabulary, float32 [B, S, V']."""
-  tokens = drafter_lib.block_tokens(anchor_B[:, None], drafter.config)
-  hidden = drafter.apply(
-      {'params': drafter_params}, target_lib.embed(target_params, tokens), positions_B[:, None], cache,
-      method='draft',
-  )
-  return target_lib.project(head_VxD, hidden[:, 0, 1:], drafter.dtype)
-
-
 @flax.struct.dataclass
 class State:
   """Of a batch between two rounds.
@@ -174,7 +162,7 @@ def start(
   rows = autoregressive.start_rows(
       prompts_BxP, lengths_B, lengths_B + max_new_tokens, jnp.arange(b, dtype=jnp.uint32), size
   )
-  write = functools.partial(_write_context, drafter, drafter_params)
+  write = functools.partial(write_context, drafter, drafter_params)
   # The last rounds of a row may look past its limit, so the caches are one block longer.
   target_cache = target_lib.init_cache(target.config, b, size + k)
   drafter_cache = drafter_lib.init_cache(drafter.config, b, size + k)
@@ -204,10 +192,7 @@ def advance(
   live = ~rows.done_B
   start_B = rows.lengths_B - 1
   anchor_B = jnp.take_along_axis(rows.tokens_BxT, start_B[:, None], 1)[:, 0]
-  head_VxD = target_lib.head_VxD(target_params) if state.draft_head is None else state.draft_head
-  logits_BxSxV = draft_logits(
-      drafter, drafter_params, target_params, head_VxD, anchor_B, start_B, state.drafter_cache
-  )
+  logits_BxSxV = propose(target_params, drafter, drafter_params, state)
 
   # Where the anchor and the drafts are, outside the caches for rows that are done; and where their successors would go.
   steps_K = jnp.arange(k)
@@ -219,7 +204,7 @@ def advance(
       positions_BxK, new_BxK, how, drafting,
   )
   # Features past the accepted prefix are wrong, but lie at or above the next anchor until overwritten.
-  drafter_cache = _write_context(drafter, drafter_params, state.drafter_cache, features, positions_BxK)
+  drafter_cache = write_context(drafter, drafter_params, state.drafter_cache, features, positions_BxK)
 
   rows = append_prefix(rows, tokens, accepted + 1, target.config.eos_ids)
   new = Trace(drafts, start_B, accepted, rows.lengths_B - state.rows.lengths_B)
@@ -230,8 +215,23 @@ def advance(
   )
 
 
-def _write_context(drafter, drafter_params, cache, features, positions):
-  return drafter.apply({'params': drafter_params}, features, positions, cache, method='write_context')
+def propose(target_params: Any, drafter: drafter_lib.Drafter, drafter_params: Any, state: State) -> jax.Array:
+  """Logits of every draft slot over the draft vocabulary, float32 [B, S, V']."""
+  positions_Bx1 = state.rows.lengths_B[:, None] - 1
+  anchors_Bx1 = jnp.take_along_axis(state.rows.tokens_BxT, positions_Bx1, 1)
+  embeddings = target_lib.embed(target_params, drafter_lib.block_tokens(anchors_Bx1, drafter.config))
+  hidden = drafter.apply(
+      {'params': drafter_params}, embeddings, positions_Bx1, state.drafter_cache, method='draft'
+  )
+  head_VxD = target_lib.head_VxD(target_params) if state.draft_head is None else state.draft_head
+  return target_lib.project(head_VxD, hidden[:, 0, 1:], drafter.dtype)
+
+
+def write_context(
+    drafter: drafter_lib.Drafter, drafter_params: Any, cache: target_lib.Cache, features_BxTxF, positions_BxT
+) -> target_lib.Cache:
+  """See `Drafter.write_context`."""
+  return drafter.apply({'params': drafter_params}, features_BxTxF, positions_BxT, cache, method='write_context')
 
 
 def _keys(key: jax.Array) -> list[jax.Array]:

@@ -229,5 +229,5 @@ def embed(params: Params, tokens: jax.Array) -> jax.Array:
 
 
 def cast(params: Params, dtype: jnp.dtype) -> Params:
-  """Matrices in `dtype` (once, so that no step repeats the cast); norm scales stay float32."""
-  return jax.tree.map(lambda x: x.astype(dtype) if x.ndim > 1 else x.astype(jnp.float32), params)
+  """Matrices in `dtype` (once, so that no step repeats the cast); norm scales, and whole numbers, stay as they are."""
+  return jax.tree.map(lambda x: x.astype(dtype) if x.ndim > 1 else x, params)
