@@ -35,7 +35,8 @@ _AT_LEAST_ONE = (
     'data.generation_batch_size', 'drafter.num_layers', 'train.steps', 'train.batch_size',
     'train.anchors', 'train.head_chunk', 'train.checkpoint_every', 'train.log_every',
     'evaluate.num_prompts', 'evaluate.max_new_tokens', 'evaluate.batch_size',
-    'evaluate.bootstrap_samples', 'generate.max_new_tokens', 'generate.num_drafts',
+    'evaluate.bootstrap_samples', 'generate.max_new_tokens', 'generate.num_drafts', 'mechanisms.num_prompts',
+    'mechanisms.max_new_tokens',
 )
 _AT_LEAST_ZERO = (
     'seed', 'data.seed', 'data.held_out', 'data.response_temperature', 'drafter.mask_token_id',
@@ -131,6 +132,13 @@ def default(budget: str = '') -> ml_collections.ConfigDict:
   evaluate.latency_dtype = 'bfloat16'  # Of the matmuls' operands. The other evaluation is in float32, and exact.
   evaluate.bootstrap_samples = 2000
 
+  mechanisms = config.mechanisms = ml_collections.ConfigDict()  # A study of test-time mechanisms; see `dspec.mechanisms`.
+  mechanisms.of = ()  # ((name, {option of `generate`: value}), ...); (): no study.
+  mechanisms.temperatures = (0.0, 1.0)
+  mechanisms.batch_sizes = (1, 8)
+  mechanisms.num_prompts = 16  # Of each evaluation set.
+  mechanisms.max_new_tokens = 64
+
   generate = config.generate = ml_collections.ConfigDict()  # Of --mode=generate.
   generate.max_new_tokens = 256
   generate.temperature = 0.0
@@ -149,8 +157,8 @@ def default(budget: str = '') -> ml_collections.ConfigDict:
   elif budget == 'long':
     data.update(num_prompts=4000, held_out=128, max_response_tokens=256)
     drafter.update(window=64, vocab_size=16384)
-    train.update(steps=7000, checkpoint_every=250, log_every=20)
-    evaluate.update(num_prompts=64, max_new_tokens=256)
+    train.update(steps=6000, checkpoint_every=250, log_every=20)
+    evaluate.update(num_prompts=40, max_new_tokens=128, latency_prompts=8)
   return config.lock()
 
 
@@ -282,7 +290,8 @@ def validate_against_target(
   # The last round may draft a whole block past the last token.
   fixed = len(template_ids) + config.data.max_prompt_tokens + config.drafter.block_size
   for key, new in (('data.max_response_tokens', config.data.max_response_tokens),
-                   ('evaluate.max_new_tokens', config.evaluate.max_new_tokens)):
+                   ('evaluate.max_new_tokens', config.evaluate.max_new_tokens),
+                   ('mechanisms.max_new_tokens', config.mechanisms.max_new_tokens)):
     if fixed + new > target_config.max_length:
       problems.append(_problem(key, new, f'with template, prompt and block {fixed + new} tokens; '
                                f'the target holds {target_config.max_length}'))

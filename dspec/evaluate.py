@@ -200,8 +200,11 @@ def compile_speculative(
     batch_size: int,
     prompt_width: int,
     max_new_tokens: int,
+    how: sampling.Sampling = sampling.GREEDY,
+    drafting: speculative.Drafting = speculative.Drafting(),
+    key: jax.Array | None = None,
 ) -> Decoder:
-  """Greedy speculative decoding, compiled for all drafters of this shape.
+  """Speculative decoding, compiled for all drafters of this shape.
 
   Args:
     target: the target.
@@ -211,14 +214,17 @@ def compile_speculative(
     batch_size: rows decoded at once.
     prompt_width: see `prompt_width`.
     max_new_tokens: length limit of every answer.
+    how: how the target's tokens are drawn.
+    drafting: what is drafted in a round.
+    key: source of randomness; needed only above temperature 0.
   """
-  target_params = jax.device_put(target_params)
+  target_params, key = jax.device_put(target_params), jax.random.key(0) if key is None else key
   compiled, seconds = _compile(speculative.generate.lower(
-      target, target_params, drafter, drafter_params, *_batch_shape(batch_size, prompt_width),
-      max_new_tokens=max_new_tokens,
+      target, target_params, drafter, drafter_params, *_batch_shape(batch_size, prompt_width), key,
+      max_new_tokens=max_new_tokens, how=how, drafting=drafting,
   ))
   run = lambda drafter_params, prompts_BxP, lengths_B: compiled(
-      target_params, drafter_params, prompts_BxP, lengths_B
+      target_params, drafter_params, prompts_BxP, lengths_B, key
   )
   return _decoder(run, target, batch_size, prompt_width, seconds)
 
@@ -411,9 +417,6 @@ def summarise(records: Sequence[Record], *, samples: int, seed: int) -> dict[str
   gained = sum(record.gained for record in records)
   wasted = sum(record.wasted for record in records)
   reached_S = (accepted[:, None] >= np.arange(1, num_slots + 1)).sum(0)
-  drafted = [record for record in records if record.rounds]
-  micro, micro_interval = _bootstrap(_micro, _sums(drafted), samples, seed)
-  macro, macro_interval = _bootstrap(_macro, _sums(drafted), samples, seed)
   return {
       'num_prompts': len(records),
       'new_tokens': gained,
@@ -422,15 +425,23 @@ def summarise(records: Sequence[Record], *, samples: int, seed: int) -> dict[str
       'block_size': num_slots + 1,
       'ended_share': sum(record.ended for record in records) / len(records),
       'waste': wasted / max(gained + wasted, 1),
-      'accepted_length': {
-          'micro': micro,
-          'micro_interval': micro_interval,
-          'macro': macro,
-          'macro_interval': macro_interval,
-      },
+      'accepted_length': accepted_length(sums(records), samples=samples, seed=seed),
       'acceptance_by_slot': (reached_S / max(len(accepted), 1)).tolist(),
       'slot_accuracy': (correct_S / np.maximum(inside_S, 1)).tolist(),
   }
+
+
+def sums(records: Sequence[Record]) -> np.ndarray:
+  """`[2, N]`: tokens gained and rounds of each prompt."""
+  return np.array([(record.gained, record.rounds) for record in records], np.float64).reshape(-1, 2).T
+
+
+def accepted_length(sums_2xN: np.ndarray, *, samples: int, seed: int) -> dict[str, Any]:
+  """{micro, micro_interval, macro, macro_interval} of N prompts' `sums`, see `summarise`."""
+  drafted = sums_2xN[:, sums_2xN[1] > 0]
+  micro, micro_interval = _bootstrap(_micro, drafted, samples, seed)
+  macro, macro_interval = _bootstrap(_macro, drafted, samples, seed)
+  return {'micro': micro, 'micro_interval': micro_interval, 'macro': macro, 'macro_interval': macro_interval}
 
 
 def gain(
@@ -453,8 +464,15 @@ def gain(
   """
   if [record.prompt for record in records] != [record.prompt for record in baseline]:
     raise UserError('a gain needs the same prompts in the same order: evaluate both on one set')
-  pairs = [(a, b) for a, b in zip(records, baseline) if a.rounds and b.rounds]
-  columns = np.concatenate([_sums([a for a, _ in pairs]), _sums([b for _, b in pairs])])
+  return gain_of_sums(sums(records), sums(baseline), samples=samples, seed=seed)
+
+
+def gain_of_sums(
+    sums_2xN: np.ndarray, baseline_2xN: np.ndarray, *, samples: int, seed: int
+) -> dict[str, Any]:
+  """`gain` of the `sums` of the same N prompts in the same order."""
+  both = (sums_2xN[1] > 0) & (baseline_2xN[1] > 0)
+  columns = np.concatenate([sums_2xN[:, both], baseline_2xN[:, both]])
   ratio, interval = _bootstrap(lambda c: _micro(c[:2]) / _micro(c[2:]) - 1, columns, samples, seed)
   return {'micro': ratio, 'interval': interval}
 
@@ -471,12 +489,6 @@ def result(
       'autoregressive_tokens_per_second': reference.tokens_per_second,
       'gain': None,
   }
-
-
-def _sums(records: Sequence[Record]) -> np.ndarray:
-  """[2, N]: tokens gained and rounds of each prompt."""
-  sums = [(record.gained, record.rounds) for record in records]
-  return np.array(sums, np.float64).reshape(-1, 2).T
 
 
 def _micro(sums_2xN: np.ndarray) -> np.ndarray:

@@ -20,6 +20,7 @@ import ml_collections
 
 from dspec import config as config_lib
 from dspec import evaluate
+from dspec import mechanisms
 from dspec import report
 from dspec import sharding
 from dspec import train
@@ -34,7 +35,7 @@ from dspec.models import target as target_lib
 
 # Options that a finished or interrupted run may change: they touch nothing that it has made.
 _FREE = (
-    'evaluate.', 'generate.', 'cache_dir', 'data.generation_batch_size', 'train.log_every', 'train.checkpoint_every',
+    'evaluate.', 'generate.', 'mechanisms.', 'cache_dir', 'data.generation_batch_size', 'train.log_every', 'train.checkpoint_every',
 )
 
 
@@ -63,6 +64,7 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
   # ---- Everything that can be refused, before anything that takes time ----------------------------
   workdir = pathlib.Path(workdir)
   check_workdir(config, workdir)
+  mechanisms.check(config)
   cache_dir = config_lib.cache_dir(config)
   sharding.make_mesh(config.train.batch_size)
   humaneval = prompts_lib.humaneval() if 'humaneval' in config.evaluate.sets else []
@@ -107,6 +109,9 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
         block_sizes=sizes,
     )
 
+  with stage('mechanisms'):
+    study = mechanisms.run(config, workdir, target_config, params, trained, sets) if config.mechanisms.of else []
+
   # ---- Report ------------------------------------------------------------------------------------
   results = {
       'experiment': config.experiment,
@@ -122,6 +127,7 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
       'data': data.stats,
       'machine': machine(config),
       'costs': costs,
+      'mechanisms': mechanisms.summarise(study, samples=config.evaluate.bootstrap_samples, seed=config.seed),
       'config': config_lib.to_dict(config),
       'arms': [
           {

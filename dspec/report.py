@@ -48,6 +48,13 @@ arm's acceptance on the first set. **Bound**: accepted length * plain step / (dr
 of it the speed-up reaches.
 """
 
+_MECHANISM_NOTES = """\
+All in float32, against plain decoding that draws with the same key: mechanisms that verify by matching say the same
+text, above temperature 0 too; those that verify by rejection say another one of the same distribution. Speed-ups are of
+this machine; a CPU pays for every node of a tree. Gains are of the accepted length: *by mechanism* over the first one
+with the same arm, *by arm* over the first one with the same mechanism.
+"""
+
 
 def write(workdir: str | pathlib.Path, results: Mapping[str, Any]) -> str:
   """Writes report.json, report.md, acceptance_by_slot.png and training.png into `workdir`.
@@ -62,6 +69,7 @@ def write(workdir: str | pathlib.Path, results: Mapping[str, Any]) -> str:
         latency: as sets, of prompts decoded one at a time; may be empty.
       costs: {arm: {step, draft: {K: .}, verify: {K: .}}}, seconds for one prompt, see `dspec.decoding.costs`; arms may
         be missing.
+      mechanisms: list as of `mechanisms.summarise`; may be empty.
       S has num_prompts, new_tokens, rounds, identical_prompts, block_size, dtype, batch_size,
         ended_share, waste (shares in [0, 1]), accepted_length: {micro, micro_interval [2], macro,
         macro_interval [2]}, acceptance_by_slot [K-1] (share of rounds in which slots 1..k were all
@@ -77,6 +85,8 @@ def write(workdir: str | pathlib.Path, results: Mapping[str, Any]) -> str:
   (workdir / 'report.json').write_text(json.dumps(results, indent=2) + '\n', encoding='utf-8')
   acceptance_figure(results['arms']).savefig(workdir / 'acceptance_by_slot.png', dpi=120)
   training_figure(results['arms']).savefig(workdir / 'training.png', dpi=120)
+  if results['mechanisms']:
+    mechanism_figure(results['mechanisms']).savefig(workdir / 'mechanisms.png', dpi=120)
   (workdir / 'report.md').write_text(markdown(results), encoding='utf-8')
   return terminal_table(results)
 
@@ -89,6 +99,9 @@ def terminal_table(results: Mapping[str, Any]) -> str:
   rows = latency_rows(results)
   if rows:
     tables += ['One prompt at a time:', _table(rows, 'simple')]
+  rows = mechanism_rows(results['mechanisms'])
+  if rows:
+    tables += ['Mechanisms:', _table(rows, 'simple')]
   return '\n\n'.join(tables)
 
 
@@ -106,6 +119,40 @@ def latency_rows(results: Mapping[str, Any]) -> list[dict[str, str]]:
       reached = s['speculative_tokens_per_second'] / s['autoregressive_tokens_per_second']
       rows[-1]['bound'] = f'{bound:.2f}x ({reached / bound:.0%})'
   return rows
+
+
+def mechanism_rows(study: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
+  """For each arm, mechanism, temperature, batch size and set {column: text}."""
+  gain = lambda found: _with_interval(found['micro'], found['interval'], '+.1%') if found else ''
+  return [{
+      'set': s['set'], 'T': f"{s['temperature']:g}", 'batch': str(s['batch_size']), 'mechanism': s['mechanism'],
+      'arm': s['arm'],
+      'accepted length': _with_interval(s['accepted_length']['micro'], s['accepted_length']['micro_interval'], '.3f'),
+      'by mechanism': gain(s['over_mechanism']), 'by arm': gain(s['over_arm']),
+      'speed-up': f"{s['speed_up']:.2f}x", 'same text': f"{s['identical_prompts']}/{s['num_prompts']}",
+  } for s in study]
+
+
+def mechanism_figure(study: Sequence[Mapping[str, Any]]) -> Figure:
+  """A panel for each set and temperature, at the smallest batch size: accepted length by mechanism and arm."""
+  places = list(dict.fromkeys((s['set'], s['temperature']) for s in study))
+  names = list(dict.fromkeys(s['mechanism'] for s in study))
+  arms = list(dict.fromkeys(s['arm'] for s in study))
+  batch_size = min(s['batch_size'] for s in study)
+  figure, panels = _panels(len(places), columns=2)
+  for panel, place in zip(panels, places):
+    for i, arm in enumerate(arms):
+      here = [s for s in study if (s['set'], s['temperature'], s['arm']) == (*place, arm)]
+      found = {s['mechanism']: s['accepted_length'] for s in here if s['batch_size'] == batch_size}
+      at = [names.index(name) + (i - (len(arms) - 1) / 2) * 0.8 / len(arms) for name in found]
+      micro = [length['micro'] for length in found.values()]
+      errors = [[abs(length['micro_interval'][side] - length['micro']) for length in found.values()] for side in (0, 1)]
+      panel.bar(at, micro, 0.8 / len(arms), yerr=errors, label=arm, color=_colour(i), error_kw={'linewidth': 0.8})
+    panel.set_xticks(range(len(names)), names, rotation=45, ha='right')
+    panel.set(title=f'{place[0]}, T={place[1]:g}', ylabel='accepted length')
+    panel.set_ylim(bottom=1)
+  _legend(figure, panels)
+  return figure
 
 
 def cost_rows(results: Mapping[str, Any]) -> list[dict[str, str]]:
@@ -163,6 +210,9 @@ def markdown(results: Mapping[str, Any]) -> str:
   latency = ['## One prompt at a time', _table(alone)] if alone else []
   if costs:
     latency += [_COST_NOTES, _table(costs)]
+  study = mechanism_rows(results['mechanisms'])
+  if study:
+    latency += ['## Test-time mechanisms', '![mechanisms](mechanisms.png)', _MECHANISM_NOTES, _table(study)]
   parts = [
       f"# {results['experiment']} (seed {results['seed']})",
       f"    {results['command']}",

@@ -11,7 +11,7 @@ from dspec import config as config_lib
 from dspec.errors import UserError
 
 EXPERIMENTS = pathlib.Path(__file__).parents[1] / 'experiments'
-NAMES = ('uniform', 'positional_weighting', 'first_error_focal', 'chain_loss', 'ablation')
+NAMES = ('uniform', 'positional_weighting', 'first_error_focal', 'chain_loss', 'ablation', 'decoding')
 
 
 def _with(**changes):
@@ -33,10 +33,10 @@ def test_experiments_load_and_validate(name, budget):
   config_lib.validate(config)
   assert config.experiment == name
   assert config.is_locked and config.train.is_locked
-  # An experiment changes its loss, its arms, and how many prompts measure them; all else is the budget's.
+  # An experiment changes its loss, its arms, and what is measured of them; all else is the budget's.
   changed = config_lib.differences(config, config_lib.default(budget))
   changed = {key for key in changed if key not in ('evaluate.num_prompts', 'evaluate.batch_size')}
-  assert {key.split('.')[0] for key in changed} <= {'experiment', 'loss', 'arms'}
+  assert {key.split('.')[0] for key in changed} <= {'experiment', 'loss', 'arms', 'mechanisms'}
 
 
 def test_experiments_are_the_papers_arms():

@@ -44,6 +44,14 @@ def _arm(name, loss, micro, gain, seed):
   }
 
 
+def _mechanism(arm, mechanism, micro, over_mechanism, over_arm):
+  gain = lambda of, over: {'over': of, 'micro': over, 'interval': [over - 0.1, over + 0.1]} if over else None
+  return {
+      'arm': arm, 'set': 'held_out', 'mechanism': mechanism, 'temperature': 1.0, 'batch_size': 8, 'num_prompts': 16,
+      'accepted_length': {'micro': micro, 'micro_interval': [micro - 0.1, micro + 0.2]}, 'speed_up': micro / 3,
+      'identical_prompts': 15, 'over_mechanism': gain('plain', over_mechanism), 'over_arm': gain('uniform', over_arm)}
+
+
 @pytest.fixture
 def results():
   gain = {'over': 'uniform', 'micro': 0.3125, 'interval': [0.25, -0.0375]}
@@ -53,6 +61,9 @@ def results():
       'target': {'name': 'SmolLM2-135M-Instruct', 'parameters': 134515008},
       'data': {'training_prompts': 836, 'training_tokens': 107123, 'truncated_share': 0.3125},
       'costs': {'chain': {'step': 0.02, 'draft': {'4': 0.004, '8': 0.005}, 'verify': {'4': 0.021, '8': 0.03}}},
+      'mechanisms': [
+          _mechanism('uniform', 'plain', 1.5, None, None), _mechanism('uniform', 'tree 4', 1.8, 0.2, None),
+          _mechanism('chain', 'plain', 2.0, None, 0.33), _mechanism('chain', 'tree 4', 2.5, 0.25, 0.39)],
       'times': {'target': 6.25, 'data': 250.0, 'train': 402.5},
       'arms': [_arm('uniform', (None, 0.0, 0.0), 1.3354, None, 0),
                _arm('chain', (10.0, 0.3, 40.0), 1.7132, gain, 1)],
@@ -80,7 +91,7 @@ def test_files(tmp_path, results):
   assert results == before
   assert json.loads((folder / 'report.json').read_text()) == results
   assert {file.name for file in folder.iterdir()} == {
-      'report.json', 'report.md', 'acceptance_by_slot.png', 'training.png'}
+      'report.json', 'report.md', 'acceptance_by_slot.png', 'training.png', 'mechanisms.png'}
   for name in ('acceptance_by_slot.png', 'training.png'):
     assert f']({name})' in (folder / 'report.md').read_text()
     pixels = image.imread(folder / name)[..., :3]
@@ -147,9 +158,33 @@ def test_latency_table_holds_the_results(results):
   assert 'One prompt at a time' not in report.markdown(results) + report.terminal_table(results)
 
 
+def test_mechanism_table_and_figure_hold_the_results(tmp_path, results):
+  text = report.markdown(results)
+  rows = _tables(text[text.index('## Test-time mechanisms'):])[0]
+  assert [(row['arm'], row['mechanism'], row['T'], row['batch']) for row in rows] == [
+      (arm, mechanism, '1', '8') for arm in ('uniform', 'chain') for mechanism in ('plain', 'tree 4')]
+  for row, s in zip(rows, results['mechanisms']):
+    np.testing.assert_allclose(
+        _numbers(row['accepted length']), [s['accepted_length']['micro'], *s['accepted_length']['micro_interval']],
+        atol=5e-4)
+    np.testing.assert_allclose(_numbers(row['speed-up']), [s['speed_up']], atol=5e-3)
+    assert row['same text'] == '15/16'
+    for column, key in (('by mechanism', 'over_mechanism'), ('by arm', 'over_arm')):
+      wanted = [100 * s[key]['micro'], *(100 * x for x in s[key]['interval'])] if s[key] else []
+      np.testing.assert_allclose(_numbers(row[column]), wanted, atol=0.06)
+  [panel] = report.mechanism_figure(results['mechanisms']).axes
+  heights = [bar.get_height() for container in panel.containers if hasattr(container, 'patches') for bar in container]
+  assert heights == [1.5, 1.8, 2.0, 2.5]
+  assert [label.get_text() for label in panel.get_xticklabels()] == ['plain', 'tree 4']
+  report.write(tmp_path, results)
+  assert (tmp_path / 'mechanisms.png').stat().st_size > 1000
+  results['mechanisms'] = []
+  assert 'mechanisms' not in report.markdown(results) + report.terminal_table(results)
+
+
 def test_slot_tables_hold_the_results(results):
   tables = _tables(report.markdown(results))
-  for table, key in zip(tables[4:6], ('acceptance_by_slot', 'slot_accuracy')):
+  for table, key in zip(tables[5:7], ('acceptance_by_slot', 'slot_accuracy')):
     sets = [s for arm in results['arms'] for s in arm['sets'].values()]
     shown = [[float(row[str(k)]) for k in range(1, SLOTS + 1)] for row in table]
     np.testing.assert_allclose(shown, [s[key] for s in sets], atol=5e-4)
@@ -157,7 +192,7 @@ def test_slot_tables_hold_the_results(results):
 
 def test_other_tables(results):
   text = report.markdown(results)
-  _, details, _, _, _, _, training, target, data, machine, times = _tables(text)
+  _, details, _, _, _, _, _, training, target, data, machine, times = _tables(text)
   assert [row['rounds'] for row in details] == ['2100', '2101', '2101', '2102']
   assert {row['dtype'] for row in details} == {'float32'}
   assert training[0] == {'arm': 'uniform', 'gamma': 'None', 'first_error': '0', 'chain': '0',
@@ -172,8 +207,8 @@ def test_other_tables(results):
 
 def test_terminal_table(tmp_path, results):
   lines = report.write(tmp_path, results).splitlines()
-  assert len(lines) == 2 + 4 + 3 + 2 + 2
-  assert max(map(len, lines)) <= 120
+  assert len(lines) == 2 + 4 + 3 + 2 + 2 + 3 + 2 + 4
+  assert max(map(len, lines)) <= 130
   assert lines[0].split() == 'arm set accepted length gain waste speed-up exact'.split()
   assert lines[4].split()[:5] == ['chain', 'held_out', '1.713', '[1.613,', '1.836]']
   assert lines[4].split()[-2:] == ['2.14x', '31/32']
