@@ -12,16 +12,18 @@ import jax.numpy as jnp
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def _matmul(x, kernel, dtype):
+def matmul(x, kernel, dtype):
+  """`x @ kernel`, operands in `dtype`, float32 result, and the gradient in the same way."""
   x, kernel = x.astype(dtype), kernel.astype(dtype)
   if x.size == x.shape[-1] and dtype == jnp.bfloat16:
     # XLA's CPU backend takes ten times as long for one row in bfloat16 as for two.
-    return jnp.matmul(jnp.concatenate([x, x], -2), kernel, preferred_element_type=jnp.float32)[..., :1, :]
+    two = jnp.matmul(jnp.concatenate([x, x], -2), kernel, preferred_element_type=jnp.float32)
+    return jax.lax.optimization_barrier(two)[..., :1, :]  # Or the compiler drops the second row again.
   return jnp.matmul(x, kernel, preferred_element_type=jnp.float32)
 
 
 def _matmul_forward(x, kernel, dtype):
-  return _matmul(x, kernel, dtype), (x.astype(dtype), kernel)
+  return matmul(x, kernel, dtype), (x.astype(dtype), kernel)
 
 
 def _matmul_backward(dtype, residuals, cotangent):
@@ -36,7 +38,7 @@ def _matmul_backward(dtype, residuals, cotangent):
   return dx, dkernel.astype(kernel.dtype)
 
 
-_matmul.defvjp(_matmul_forward, _matmul_backward)
+matmul.defvjp(_matmul_forward, _matmul_backward)
 
 
 def _dot_general(x, kernel, dimension_numbers, precision=None, *, dtype):
@@ -45,7 +47,7 @@ def _dot_general(x, kernel, dimension_numbers, precision=None, *, dtype):
   contracting, batch = dimension_numbers
   if contracting != ((x.ndim - 1,), (0,)) or batch != ((), ()) or kernel.ndim != 2:
     raise NotImplementedError(f'only (..., in) @ (in, out) is needed here, not {dimension_numbers}')
-  return _matmul(x.astype(jnp.float32), kernel, dtype)
+  return matmul(x.astype(jnp.float32), kernel, dtype)
 
 
 def linear(features: int, dtype: jnp.dtype, name: str | None) -> nn.Dense:

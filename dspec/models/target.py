@@ -218,9 +218,9 @@ def logits(params: Params, hidden_xD: jax.Array, dtype: jnp.dtype) -> jax.Array:
 
 def project(head_VxD: jax.Array, hidden_xD: jax.Array, dtype: jnp.dtype) -> jax.Array:
   """`logits` for some rows of the head."""
-  return jnp.einsum(
-      '...d,vd->...v', hidden_xD.astype(dtype), head_VxD.astype(dtype), preferred_element_type=jnp.float32
-  )
+  # As rows of a rank of 3: XLA's CPU backend converts all of a transposed bfloat16 matrix to float32 for a rank of 2.
+  rows = hidden_xD.reshape(1, -1, hidden_xD.shape[-1])
+  return blocks.matmul(rows, head_VxD.T, dtype).reshape(*hidden_xD.shape[:-1], -1)
 
 
 def embed(params: Params, tokens: jax.Array) -> jax.Array:
