@@ -224,18 +224,19 @@ def evaluate_arms(
     return {name: {} for name, *_ in trained}
   e = config.evaluate
   target = target_lib.Target(target_config, dtype)
-  params = jax.device_put(target_lib.cast(params, dtype))
+  float32_params, params = params, jax.device_put(target_lib.cast(params, dtype))
   options = {
       'batch_size': min(batch_size, max(map(len, sets.values()))),
       'prompt_width': max(map(evaluate.prompt_width, sets.values())),
       'max_new_tokens': e.max_new_tokens,
   }
   bootstrap = {'samples': e.bootstrap_samples, 'seed': config.seed}
-  plain = evaluate.compile_autoregressive(target, params, **options)
-  references = {
-      name: evaluate.decode_reference(plain, prompts, f'autoregressive, {name}')
-      for name, prompts in sets.items()
-  }
+  references = _references(target, params, sets, options)
+  speeds = {name: reference.tokens_per_second for name, reference in references.items()}
+  if dtype != jnp.float32:
+    # Plain decoding may be faster in float32, and no drafter should be praised for a slow rival.
+    others = _references(target_lib.Target(target_config), float32_params, sets, options)
+    speeds = {name: max(speed, others[name].tokens_per_second) for name, speed in speeds.items()}
   measures, first, compiled = {}, {}, {}
   for arm_name, arm, arm_params, _ in trained:
     arm_params = target_lib.cast(arm_params, dtype)
@@ -249,7 +250,7 @@ def evaluate_arms(
       evaluation = evaluate.decode_speculatively(
           compiled[shape], arm_params, reference, f'speculative, {arm_name}, {name}'
       )
-      result = evaluate.result(evaluation, reference, **bootstrap)
+      result = evaluate.result(evaluation, speeds[name], **bootstrap)
       if name in first:
         result['gain'] = {
             'over': trained[0][0],
@@ -259,6 +260,12 @@ def evaluate_arms(
         first[name] = evaluation
       measures[arm_name][name] = result
   return measures
+
+
+def _references(target, params, sets, options) -> dict[str, evaluate.Reference]:
+  plain = evaluate.compile_autoregressive(target, params, **options)
+  label = f'autoregressive, {jnp.dtype(target.dtype).name}'
+  return {name: evaluate.decode_reference(plain, prompts, f'{label}, {name}') for name, prompts in sets.items()}
 
 
 def latency_block_sizes(
@@ -282,12 +289,13 @@ def latency_block_sizes(
     return {name: e.latency_block_size for name, *_ in trained}, {}
   dtype = jnp.dtype(e.latency_dtype)
   target, target_params = target_lib.Target(target_config, dtype), target_lib.cast(params, dtype)
+  rival = target_lib.Target(target_config), params
   sizes, costs = {}, {}
   for name, arm, arm_params, _ in trained:
     drafter = drafter_lib.Drafter(train.make_drafter_config(arm, target_config), dtype)
     found = costs_lib.measured(
         config_lib.cache_dir(config) / 'costs', fingerprint, target, target_params, drafter,
-        target_lib.cast(arm_params, dtype),
+        target_lib.cast(arm_params, dtype), rival,
     )
     acceptance = next(iter(evaluations[name].values()))['acceptance_by_slot']
     sizes[name], costs[name] = found.best_block_size(acceptance), found.to_json()

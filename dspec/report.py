@@ -44,7 +44,8 @@ _NOTES = """\
 
 _COST_NOTES = """\
 The block size of each arm is the fastest one at the costs below, measured by themselves on this machine, and at the
-arm's acceptance on the first set. **Bound**: accepted length * plain step / (draft + verify), and in brackets what share
+arm's acceptance on the first set. Plain decoding is the faster of float32 and the precision of the table, but *exact*
+compares with plain decoding in the same precision. **Bound**: accepted length * plain step / (draft + verify), and in brackets what share
 of it the speed-up reaches.
 """
 

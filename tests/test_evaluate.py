@@ -364,7 +364,7 @@ def test_measures_by_brute_force(tiny, decoded):
       gains.append(gains_here)
     assert [record.gained_R.tolist() for record in evaluation.records] == gains
 
-    got = evaluate.result(evaluation, reference, samples=20, seed=0)
+    got = evaluate.result(evaluation, reference.tokens_per_second, samples=20, seed=0)
     rounds, total = sum(map(len, gains)), sum(map(sum, gains))
     assert 1.05 < total / rounds  # Some drafts are accepted, or little is tested.
     assert got['accepted_length']['micro'] == pytest.approx(total / rounds)

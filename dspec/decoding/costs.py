@@ -40,7 +40,7 @@ class Costs:
   """Seconds for one prompt at temperature 0.
 
   Attributes:
-    step: one token of plain decoding.
+    step: one token of plain decoding, in whichever precision is faster.
     draft: {K: adding K positions to the drafter's context, its pass, and the choice of its tokens}.
     verify: {K: the target's pass over the block, and what it accepts}.
   """
@@ -81,7 +81,7 @@ def block_sizes(trained: int) -> list[int]:
 
 def measured(
     folder: pathlib.Path, fingerprint: str, target: target_lib.Target, target_params: Any, drafter: drafter_lib.Drafter,
-    drafter_params: Any,
+    drafter_params: Any, rival: tuple[target_lib.Target, Any],
 ) -> Costs:
   """The costs that the folder holds for this machine and these models, measured if it has none.
 
@@ -92,6 +92,7 @@ def measured(
     target_params: its parameters in that dtype.
     drafter: of the trained block size, in the dtype of decoding.
     drafter_params: of any drafter of this shape; costs do not depend on their values.
+    rival: the target, and its parameters, in another precision in which plain decoding may be faster.
   """
   machine = [platform.node(), platform.machine(), os.cpu_count(), jax.devices()[0].device_kind, jax.__version__]
   parts = [
@@ -100,7 +101,7 @@ def measured(
   ]
   path = folder / f'{hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]}.json'
   if not path.exists():
-    costs = measure(target, target_params, drafter, drafter_params)
+    costs = measure(target, target_params, drafter, drafter_params, rival)
     folder.mkdir(parents=True, exist_ok=True)
     part = path.with_suffix('.part')
     part.write_text(json.dumps({'of': parts, **costs.to_json()}, indent=2))
@@ -110,13 +111,14 @@ def measured(
 
 
 def measure(
-    target: target_lib.Target, target_params: Any, drafter: drafter_lib.Drafter, drafter_params: Any
+    target: target_lib.Target, target_params: Any, drafter: drafter_lib.Drafter, drafter_params: Any,
+    rival: tuple[target_lib.Target, Any],
 ) -> Costs:
   """Times every part of a round by itself. Arguments as of `measured`."""
-  target_params, drafter_params = jax.device_put((target_params, drafter_params))
+  target_params, drafter_params, rival_params = jax.device_put((target_params, drafter_params, rival[1]))
   sizes = block_sizes(drafter.config.block_size)
   draft, verified = {}, {}
-  with tqdm.tqdm(total=2 * len(sizes) + 1, desc='measuring costs', unit='part') as bar:
+  with tqdm.tqdm(total=2 * len(sizes) + 2, desc='measuring costs', unit='part') as bar:
     for k in sizes:
       shorter = drafter_lib.Drafter(dataclasses.replace(drafter.config, block_size=k), drafter.dtype)
       state, draft_part, verify_part = _parts(target, shorter, target_params, drafter_params)
@@ -125,6 +127,8 @@ def measure(
       verified[k] = _seconds(verify_part, (target_params, drafter_params), state)
       bar.update()
     step = _seconds(_step(target), (target_params, drafter_params), state)
+    bar.update()
+    step = min(step, _seconds(_step(rival[0]), (rival_params, drafter_params), state))
     bar.update()
   return Costs(step, draft, verified)
 

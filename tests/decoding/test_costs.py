@@ -45,11 +45,11 @@ def models(untrained_target):
       target.config, num_layers=1, block_size=4, target_layers=(0, 1), mask_token_id=1, vocab_size=7)
   drafter = drafter_lib.Drafter(config)
   inputs = jnp.zeros((1, 1, 32)), jnp.zeros((1, 1, 4, 16)), jnp.zeros((1, 1), jnp.int32)
-  return target, params, drafter, drafter.init(jax.random.key(0), *inputs)['params']
+  return target, params, drafter, drafter.init(jax.random.key(0), *inputs)['params'], (target, params)
 
 
 def test_measured_once_for_what_costs_depend_on(models, tmp_path, monkeypatch):
-  target, params, drafter, drafter_params = models
+  target, params, drafter, drafter_params, rival = models
   first = costs.measured(tmp_path, 'abc', *models)
   assert first.step > 0 and first.draft.keys() == first.verify.keys() == {2, 4}
   assert min(*first.draft.values(), *first.verify.values()) > 0
@@ -62,6 +62,6 @@ def test_measured_once_for_what_costs_depend_on(models, tmp_path, monkeypatch):
   monkeypatch.setattr(costs, 'measure', refuse)
   assert costs.measured(tmp_path, 'abc', *models) == first
   other = drafter_lib.Drafter(dataclasses.replace(drafter.config, vocab_size=5))
-  for changed in (('abd', *models), ('abc', target, params, other, drafter_params)):
+  for changed in (('abd', *models), ('abc', target, params, other, drafter_params, rival)):
     with pytest.raises(LookupError):
       costs.measured(tmp_path, *changed)
