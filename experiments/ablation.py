@@ -5,12 +5,12 @@ reaches every arm that has the term.
 
   python -m dspec.main --config=experiments/ablation.py
 
-Time on 2 CPU cores: 23 minutes with the data in the cache.
-Accepted length, held out / HumanEval (seed 0, 24 prompts each; all in experiments/results/ablation):
-  uniform      1.259 [1.192, 1.337]                   1.060 [1.047, 1.075]
-  weighting    1.378 [1.301, 1.468]   +9.4 %          1.102 [1.080, 1.125]   +3.9 %
-  first_error  1.479 [1.391, 1.577]  +17.4 %          1.162 [1.130, 1.196]   +9.6 %
-  chain        1.549 [1.458, 1.657]  +23.0 %          1.204 [1.169, 1.243]  +13.5 %
+Time on 2 CPU cores: 25 minutes with the data in the cache.
+Accepted length, held out / HumanEval (seed 0, 40 prompts each; all in experiments/results/ablation):
+  uniform      1.243 [1.196, 1.298]                   1.051 [1.040, 1.065]
+  weighting    1.299 [1.243, 1.360]   +4.5 %          1.072 [1.055, 1.089]   +2.0 %
+  first_error  1.428 [1.363, 1.498]  +14.8 %          1.134 [1.110, 1.159]   +7.8 %
+  chain        1.586 [1.514, 1.672]  +27.6 %          1.206 [1.172, 1.242]  +14.8 %
 """
 
 import ml_collections
