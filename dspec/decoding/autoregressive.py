@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from dspec.decoding import sampling
+from dspec.errors import UserError
 from dspec.models import target as target_lib
 
 PREFILL_CHUNK = 32
@@ -116,6 +117,23 @@ def start_rows(prompts_BxP, lengths_B, limits_B, seeds_B, size: int) -> Rows:
   return Rows(tokens, lengths_B, limits_B, lengths_B >= limits_B, seeds_B)
 
 
+def check_length(config: target_lib.TargetConfig, width: int, max_new_tokens: int, block_size: int = 0) -> None:
+  """Refuses what does not fit the context.
+
+  Raises:
+    UserError: for no prompt token, or more positions than the target was made for.
+  """
+  if width < 1:
+    raise UserError('empty prompts: each must have at least 1 token')
+  length = width + max_new_tokens + block_size
+  if length > config.max_length:
+    block = f' and a block of {block_size}' if block_size else ''
+    raise UserError(
+        f'prompts of up to {width} tokens, {max_new_tokens} new ones{block} take {length} positions; the context of '
+        f'the target has {config.max_length}'
+    )
+
+
 @functools.partial(jax.jit, static_argnames=('model', 'max_new_tokens', 'how'))
 def generate(
     model: target_lib.Target,
@@ -127,8 +145,13 @@ def generate(
     max_new_tokens: int,
     how: sampling.Sampling = sampling.GREEDY,
 ) -> Rows:
-  """Decodes every row to its EOS or for `max_new_tokens` tokens, one token a step."""
+  """Decodes every row to its EOS or for `max_new_tokens` tokens, one token a step.
+
+  Raises:
+    UserError: see `check_length`.
+  """
   b, p = prompts_BxP.shape
+  check_length(model.config, p, max_new_tokens)
   size = p + max_new_tokens
   rows = start_rows(
       prompts_BxP, lengths_B, lengths_B + max_new_tokens, jnp.arange(b, dtype=jnp.uint32), size

@@ -139,6 +139,10 @@ def generate(
 
   Returns:
     The finished rows and the trace of their rounds.
+
+  Raises:
+    UserError: for a drafter that was made for another target, prompts that do not fit the context, or a tree that is
+      larger than the context or than the number of possible drafts.
   """
   models = target, target_params, drafter, drafter_params
   key = jax.random.key(0) if key is None else key
@@ -158,6 +162,8 @@ def start(
   """Prefill, and the first token of every row. Arguments as of `generate`."""
   b, p = prompts_BxP.shape
   k = drafter.config.block_size
+  _check_pair(target.config, drafter.config)
+  autoregressive.check_length(target.config, p, max_new_tokens, k)
   size = p + max_new_tokens
   rows = autoregressive.start_rows(
       prompts_BxP, lengths_B, lengths_B + max_new_tokens, jnp.arange(b, dtype=jnp.uint32), size
@@ -189,6 +195,7 @@ def advance(
 ) -> State:
   """One round of every row that is not done. Arguments as of `generate`."""
   rows, r, k = state.rows, state.round, drafter.config.block_size
+  _check_tree(drafting.tree_size, drafter.config, target.config)
   live = ~rows.done_B
   start_B = rows.lengths_B - 1
   anchor_B = jnp.take_along_axis(rows.tokens_BxT, start_B[:, None], 1)[:, 0]
@@ -213,6 +220,28 @@ def advance(
   return state.replace(
       round=r + 1, rows=rows, target_cache=target_cache, drafter_cache=drafter_cache, trace=trace
   )
+
+
+def _check_pair(target: target_lib.TargetConfig, drafter: drafter_lib.DrafterConfig) -> None:
+  for what, of_drafter, of_target in (
+      ('width', drafter.width, target.width),
+      ('layers to read', drafter.target_layers[-1] + 1, target.num_layers),
+      ('tokens to draft', drafter.vocab_size, target.vocab_size),
+      ('a mask token', drafter.mask_token_id + 1, target.vocab_size),
+  ):
+    if of_drafter > of_target or (what == 'width' and of_drafter != of_target):
+      raise UserError(
+          f'{what}: the drafter wants {of_drafter}, the target has {of_target}; it was made for another target'
+      )
+
+
+def _check_tree(tree_size: int, drafter: drafter_lib.DrafterConfig, target: target_lib.TargetConfig) -> None:
+  if tree_size >= target.max_length:
+    raise UserError(f'tree_size is {tree_size}: larger than the context of the target, {target.max_length} positions')
+  vocab_size, slots = drafter.vocab_size or target.vocab_size, drafter.block_size - 1
+  drafts = sum(vocab_size ** (slot + 1) for slot in range(slots))
+  if tree_size > drafts:
+    raise UserError(f'tree_size is {tree_size}: {slots} slots of {vocab_size} tokens make only {drafts} different drafts')
 
 
 def propose(target_params: Any, drafter: drafter_lib.Drafter, drafter_params: Any, state: State) -> jax.Array:

@@ -1,6 +1,7 @@
 """Speculative decoding says what the target alone says, however good or bad its drafts are."""
 
 import collections
+import dataclasses
 import functools
 import json
 import pathlib
@@ -16,6 +17,7 @@ from dspec.decoding import autoregressive
 from dspec.decoding import sampling
 from dspec.decoding import speculative
 from dspec.decoding import verify
+from dspec.errors import UserError
 from dspec.models import drafter as drafter_lib
 from dspec.models import target as target_lib
 
@@ -268,6 +270,30 @@ def test_accepting_one_token_too_many_is_caught(make_target, speculate, monkeypa
   got, _ = speculate(params, prompts, lengths, tokens, generate=biased)
   with pytest.raises(AssertionError):
     assert_same(got, want)
+
+
+@pytest.mark.parametrize('changes, width, limit, drafting, text', [
+    ({'width': 12}, 7, 14, {}, 'width: the drafter wants 12, the target has 16'),
+    ({'target_layers': (0, 2)}, 7, 14, {}, 'layers to read: the drafter wants 3, the target has 2'),
+    ({'vocab_size': 41}, 7, 14, {}, 'tokens to draft: the drafter wants 41, the target has 40'),
+    ({'mask_token_id': 40}, 7, 14, {}, 'a mask token: the drafter wants 41, the target has 40'),
+    ({}, 0, 14, {}, 'at least 1 token'),
+    ({}, 100, 25, {}, 'up to 100 tokens, 25 new ones and a block of 4 take 129 positions; the context of the target has 128'),
+    ({}, 7, 14, {'tree_size': 128}, 'tree_size is 128: larger than the context of the target, 128 positions'),
+    ({'vocab_size': 2}, 7, 14, {'tree_size': 15}, '3 slots of 2 tokens make only 14 different drafts'),
+])
+def test_what_cannot_be_decoded_is_refused(make_target, make_drafter, changes, width, limit, drafting, text):
+  module, params = make_target(40, 0)
+  drafter, drafter_params = make_drafter(module.config, K, 0)
+  drafter = drafter_lib.Drafter(dataclasses.replace(drafter.config, **changes))
+  if drafter.config.vocab_size:
+    drafter_params = {**drafter_params, 'draft_ids': jnp.arange(drafter.config.vocab_size)}
+  prompts = jnp.ones((2, width), jnp.int32)
+  with pytest.raises(UserError) as error:
+    speculative.generate(
+        module, params, drafter, drafter_params, prompts, jnp.full(2, width), max_new_tokens=limit,
+        drafting=speculative.Drafting(**drafting))
+  assert text in str(error.value)
 
 
 # ---- Above temperature 0 ---------------------------------------------------------------------------
