@@ -315,6 +315,33 @@ def test_matching_says_what_plain_sampling_says(make_target, make_drafter, seed,
   check_trace(trace, got, LENGTHS, K)
 
 
+DRAFTINGS = [
+    speculative.Drafting(), speculative.Drafting(sampling.Sampling(1.0), num_drafts=2),
+    speculative.Drafting(sampling.Sampling(0.7), num_drafts=5), speculative.Drafting(tree_size=1),
+    speculative.Drafting(tree_size=4)]
+
+
+# Every example is compiled anew.
+@settings(max_examples=8, deadline=None, derandomize=True)
+@given(
+    seed=seeds, lengths=st.lists(st.integers(1, 6), min_size=1, max_size=3), block_size=st.integers(2, 5),
+    limit=st.sampled_from([0, 1, 2, 9]), drafting=st.sampled_from(DRAFTINGS), temperature=st.sampled_from([0.0, 1.0]))
+def test_every_mechanism_in_every_shape(
+    make_target, make_drafter, seed, lengths, block_size, limit, drafting, temperature):
+  """A target of seven tokens, two of which end a row, so that rows end early and drafts are often right."""
+  module, params = make_target(7, seed)
+  drafter, drafter_params = make_drafter(module.config, block_size, seed + 1)
+  prompts, lengths = draw_prompts(seed, max(lengths), lengths, vocab=7)
+  options = {'max_new_tokens': limit, 'how': sampling.Sampling(temperature)}
+  key = jax.random.key(seed)
+  want = autoregressive.generate(module, params, prompts, lengths, key, **options)
+  got, trace = speculative.generate(
+      module, params, drafter, drafter_params, prompts, lengths, key, drafting=drafting, **options)
+  assert_same(got, want)
+  gained = np.asarray(trace.gained_BxR).sum(-1)
+  np.testing.assert_array_equal(gained, np.maximum(np.asarray(want.lengths_B - lengths) - 1, 0))
+
+
 SAMPLES, NEW, FALSE_ALARM = 20_000, 3, 1e-4
 
 
