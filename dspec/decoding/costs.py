@@ -64,7 +64,6 @@ class Costs:
     fitting = [k for k in self.draft if k <= len(acceptance_S) + 1]
     return max(fitting, key=lambda k: self.speed_up(acceptance_S, k))
 
-
   def to_json(self) -> dict[str, Any]:
     return json.loads(json.dumps(dataclasses.asdict(self)))  # Its keys are texts.
 

@@ -4,7 +4,7 @@ The target's tapped hidden states, fused once, become keys and values of every l
 token) followed by masks; its slots see one another and the context strictly below the anchor. Embedding and
 output head are the target's own, frozen; this module maps embeddings to final hidden states.
 
-The head costs more than the rest of a small drafter. A draft vocabulary (as in arXiv 2503.01840) keeps only the rows of
+The head costs more than the rest of a small drafter. A draft vocabulary (arXiv 2502.14856) keeps only the rows of
 frequent tokens: other tokens are never drafted, so they always come from the target, and what it says is not touched.
 """
 
