@@ -157,7 +157,7 @@ def default(budget: str = '') -> ml_collections.ConfigDict:
   elif budget == 'long':
     data.update(num_prompts=4000, held_out=128, max_response_tokens=256)
     drafter.update(window=64, vocab_size=16384)
-    train.update(steps=5000, checkpoint_every=250, log_every=20)
+    train.update(steps=3500, checkpoint_every=250, log_every=20)
     evaluate.update(num_prompts=40, max_new_tokens=128, latency_prompts=8)
   return config.lock()
 
