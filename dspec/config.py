@@ -29,6 +29,7 @@ _CHOICES = {
     'loss.reduction': ('mean', 'sum'),
     'train.compute_dtype': ('bfloat16', 'float32'),
     'evaluate.latency_dtype': ('bfloat16', 'float32'),
+    'generate.dtype': ('bfloat16', 'float32'),
 }
 _AT_LEAST_ONE = (
     'data.num_prompts', 'data.max_prompt_tokens', 'data.max_response_tokens',
@@ -144,7 +145,8 @@ def default(budget: str = '') -> ml_collections.ConfigDict:
   generate.temperature = 0.0
   generate.top_k = 0  # 0: all tokens.
   generate.top_p = 1.0
-  generate.block_size = 0  # 0: the trained one.
+  generate.dtype = 'float32'  # Of the matmuls' operands; exact in float32 alone.
+  generate.block_size = 0  # 0: the fastest, by measured costs and acceptance; where drafts are many or drawn, the trained one.
   generate.drafter_temperature = 0.0  # Above 0 drafts are drawn.
   generate.num_drafts = 1  # Above 1, self-selection among drawn drafts.
   generate.tree_size = 0  # Drafted nodes of a draft tree; 0: none.

@@ -72,7 +72,7 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
     path = target_path(config, cache_dir)
     target_config, params, tokenizer = gguf.load_target(path)
     config_lib.validate_against_target(config, target_config, tokenizer)
-    fingerprint = hashlib.sha256(path.read_bytes()).hexdigest()
+    fingerprint = _fingerprint(path)
   workdir.mkdir(parents=True, exist_ok=True)
   (workdir / 'config.json').write_text(config_lib.to_json(config) + '\n')
 
@@ -101,8 +101,8 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
     )
     # One user waits for one answer: the speed that accepted length is for, above all where compute is scarce.
     alone = {name: prompts[: e.latency_prompts] for name, prompts in sets.items() if e.latency_prompts}
-    sizes, costs = latency_block_sizes(
-        config, target_config, params, fingerprint, trained, evaluations if alone else {}
+    sizes, costs_of_arms = latency_block_sizes(
+        config, path, target_config, params, trained, evaluations if alone else {}
     )
     latencies = evaluate_arms(
         config, target_config, params, trained, alone, dtype=jnp.dtype(e.latency_dtype), batch_size=1,
@@ -126,7 +126,7 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
       },
       'data': data.stats,
       'machine': machine(config),
-      'costs': costs,
+      'costs': costs_of_arms,
       'mechanisms': mechanisms.summarise(study, samples=config.evaluate.bootstrap_samples, seed=config.seed),
       'config': config_lib.to_dict(config),
       'arms': [
@@ -268,16 +268,40 @@ def _references(target, params, sets, options) -> dict[str, evaluate.Reference]:
   return {name: evaluate.decode_reference(plain, prompts, f'{label}, {name}') for name, prompts in sets.items()}
 
 
+def costs(
+    config, path: pathlib.Path, target, target_params, drafter, drafter_params, float32_params
+) -> costs_lib.Costs:
+  """What a round costs here, measured at first use and kept in the cache folder.
+
+  Args:
+    config: the whole config.
+    path: of the target's file.
+    target: in the dtype of decoding.
+    target_params: its parameters in that dtype.
+    drafter: of the trained block size, in the dtype of decoding.
+    drafter_params: its parameters in that dtype.
+    float32_params: the target's, for plain decoding that may be faster.
+  """
+  return costs_lib.measured(
+      config_lib.cache_dir(config) / 'costs', _fingerprint(path), target, target_params, drafter, drafter_params,
+      (target_lib.Target(target.config), float32_params),
+  )
+
+
+def _fingerprint(path: pathlib.Path) -> str:
+  return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
 def latency_block_sizes(
-    config, target_config, params, fingerprint, trained, evaluations
+    config, path, target_config, params, trained, evaluations
 ) -> tuple[dict[str, int], dict[str, Any]]:
   """Of each arm the block size that is fastest for one prompt, and the costs that say so.
 
   Args:
     config: the whole config.
+    path: of the target's file.
     target_config: the target's.
     params: the target's parameters, float32.
-    fingerprint: hash of the target's file.
     trained: as in `evaluate_arms`.
     evaluations: {arm: {set: measures}}; the first set's acceptance counts. Empty if nothing is to be decoded.
 
@@ -289,17 +313,13 @@ def latency_block_sizes(
     return {name: e.latency_block_size for name, *_ in trained}, {}
   dtype = jnp.dtype(e.latency_dtype)
   target, target_params = target_lib.Target(target_config, dtype), target_lib.cast(params, dtype)
-  rival = target_lib.Target(target_config), params
-  sizes, costs = {}, {}
+  sizes, found = {}, {}
   for name, arm, arm_params, _ in trained:
     drafter = drafter_lib.Drafter(train.make_drafter_config(arm, target_config), dtype)
-    found = costs_lib.measured(
-        config_lib.cache_dir(config) / 'costs', fingerprint, target, target_params, drafter,
-        target_lib.cast(arm_params, dtype), rival,
-    )
+    of_arm = costs(config, path, target, target_params, drafter, target_lib.cast(arm_params, dtype), params)
     acceptance = next(iter(evaluations[name].values()))['acceptance_by_slot']
-    sizes[name], costs[name] = found.best_block_size(acceptance), found.to_json()
-  return sizes, costs
+    sizes[name], found[name] = of_arm.best_block_size(acceptance), of_arm.to_json()
+  return sizes, found
 
 
 def machine(config: ml_collections.ConfigDict) -> dict[str, Any]:

@@ -5,6 +5,7 @@
 
 from collections.abc import Iterator, Sequence
 import dataclasses
+import json
 import pathlib
 import sys
 import time
@@ -18,6 +19,7 @@ import numpy as np
 from dspec import config as config_lib
 from dspec import evaluate
 from dspec import experiment
+from dspec import mechanisms
 from dspec import train
 from dspec.checkpoints import gguf
 from dspec.checkpoints import training as checkpoints
@@ -72,28 +74,39 @@ def _typed() -> Iterator[str]:
 
 
 class Speaker:
-  """A target and its trained drafter in float32, ready to answer."""
+  """A target and its trained drafter, ready to answer."""
 
   def __init__(self, config: ml_collections.ConfigDict, workdir: pathlib.Path):
     if not (workdir / 'config.json').exists():
       raise UserError(f'--workdir={workdir}: no run here; train first: the same command without --mode=generate')
     experiment.check_workdir(config, workdir)
     name, arm = experiment.arms(config)[-1]
-    self._drafter_params = checkpoints.restore_params(workdir / name / 'checkpoints')
+    g, drafter_params = config.generate, checkpoints.restore_params(workdir / name / 'checkpoints')
     path = experiment.target_path(config, config_lib.cache_dir(config))
-    target_config, self._target_params, self._tokenizer = gguf.load_target(path)
-    self._target = target_lib.Target(target_config)
-    shape = train.make_drafter_config(arm, target_config)
-    g = config.generate
-    shape = dataclasses.replace(shape, block_size=g.block_size or shape.block_size)
-    self._drafter = drafter_lib.Drafter(shape)
+    target_config, params, self._tokenizer = gguf.load_target(path)
+    dtype = jnp.dtype(g.dtype)
+    self._target = target_lib.Target(target_config, dtype)
+    self._target_params, self._drafter_params = jax.device_put(target_lib.cast((params, drafter_params), dtype))
     self._how = sampling.Sampling(g.temperature, g.top_k, g.top_p)
-    self._drafting = speculative.Drafting(
-        sampling.Sampling(g.drafter_temperature), num_drafts=g.num_drafts, tree_size=g.tree_size
-    )
+    self._drafting = mechanisms.drafting(g)
     self._max_new_tokens, self._key = g.max_new_tokens, jax.random.key(config.seed)
-    self._target_params, self._drafter_params = jax.device_put((self._target_params, self._drafter_params))
+    self._drafter = drafter_lib.Drafter(train.make_drafter_config(arm, target_config), dtype)
+    block_size = g.block_size or self._fastest(config, workdir, name, path, params)
+    if block_size:
+      self._drafter = drafter_lib.Drafter(dataclasses.replace(self._drafter.config, block_size=block_size), dtype)
     self._compiled = {}
+
+  def _fastest(self, config, workdir: pathlib.Path, name: str, path: pathlib.Path, params) -> int:
+    """The block size that costs and the arm's acceptance make fastest for one greedy draft; 0 if they are not known."""
+    report = workdir / 'report.json'
+    if self._drafting != speculative.Drafting() or not report.exists():
+      return 0
+    [sets] = [arm['sets'] for arm in json.loads(report.read_text())['arms'] if arm['name'] == name]
+    if not sets:
+      return 0
+    costs = experiment.costs(
+        config, path, self._target, self._target_params, self._drafter, self._drafter_params, params)
+    return costs.best_block_size(next(iter(sets.values()))['acceptance_by_slot'])
 
   def answer(self, messages: Sequence[dict[str, str]], out: TextIO | None = None) -> str:
     """Streams the answer to a conversation, then a line with its figures. Returns the answer's text.

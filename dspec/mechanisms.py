@@ -29,7 +29,7 @@ OPTIONS = ('drafter_temperature', 'num_drafts', 'tree_size')
 _SETTING = ('arm', 'set', 'mechanism', *OPTIONS, 'temperature', 'batch_size', 'num_prompts', 'max_new_tokens')
 
 
-def drafting(options: Mapping[str, Any]) -> speculative.Drafting:
+def drafting(options: Mapping[str, Any] | ml_collections.ConfigDict) -> speculative.Drafting:
   """What the `OPTIONS` of a mechanism ask for.
 
   Raises:

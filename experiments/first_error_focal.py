@@ -2,7 +2,7 @@
 
   python -m dspec.main --config=experiments/first_error_focal.py
 
-Time on 2 CPU cores: that of chain_loss.py, 9 minutes from an empty cache; not timed on its own.
+Time on 2 CPU cores: that of chain_loss.py, 9.5 minutes from an empty cache; not timed on its own.
 Accepted length, held out / HumanEval: 1.428 [1.363, 1.498] / 1.134 [1.110, 1.159]
 (as the arm `first_error` of experiments/results/ablation).
 """

@@ -2,7 +2,7 @@
 
   python -m dspec.main --config=experiments/uniform.py
 
-Time on 2 CPU cores: that of chain_loss.py, 9 minutes from an empty cache; not timed on its own.
+Time on 2 CPU cores: that of chain_loss.py, 9.5 minutes from an empty cache; not timed on its own.
 Accepted length, held out / HumanEval: 1.243 [1.196, 1.298] / 1.051 [1.040, 1.065]
 (as the arm `uniform` of experiments/results/ablation).
 """
