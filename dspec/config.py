@@ -135,10 +135,11 @@ def default(budget: str = '') -> ml_collections.ConfigDict:
 
   mechanisms = config.mechanisms = ml_collections.ConfigDict()  # A study of test-time mechanisms; see `dspec.mechanisms`.
   mechanisms.of = ()  # ((name, {option of `generate`: value}), ...); (): no study.
+  mechanisms.sets = ('held_out',)  # Of evaluate.sets.
   mechanisms.temperatures = (0.0, 1.0)
   mechanisms.batch_sizes = (1, 8)
-  mechanisms.num_prompts = 16  # Of each evaluation set.
-  mechanisms.max_new_tokens = 64
+  mechanisms.num_prompts = 8  # Of each set.
+  mechanisms.max_new_tokens = 48
 
   generate = config.generate = ml_collections.ConfigDict()  # Of --mode=generate.
   generate.max_new_tokens = 256

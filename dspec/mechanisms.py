@@ -62,8 +62,10 @@ def check(config: ml_collections.ConfigDict) -> None:
   names = [name for name, _ in m.of]
   if len(set(names)) < len(names):
     raise UserError(f'--config.mechanisms.of: names must differ, these are {", ".join(names)}')
-  if m.of and not (config.evaluate.sets and m.temperatures and m.batch_sizes):
-    raise UserError('--config.mechanisms.of: needs evaluate.sets, mechanisms.temperatures and mechanisms.batch_sizes')
+  if m.of and not (m.sets and m.temperatures and m.batch_sizes):
+    raise UserError('--config.mechanisms.of: needs mechanisms.sets, mechanisms.temperatures and mechanisms.batch_sizes')
+  if m.of and not set(m.sets) <= set(config.evaluate.sets):
+    raise UserError(f'--config.mechanisms.sets={m.sets}: must be among evaluate.sets={config.evaluate.sets}')
   if not all(temperature >= 0 for temperature in m.temperatures):
     raise UserError(f'--config.mechanisms.temperatures={m.temperatures}: must be at least 0')
   if not all(isinstance(size, int) and size >= 1 for size in m.batch_sizes):
@@ -93,7 +95,7 @@ def run(
   path = workdir / 'mechanisms.jsonl'
   done = {_setting(line): line for line in json_lines.read_whole(path)}
   target, params = target_lib.Target(target_config), jax.device_put(params)
-  sets = {name: prompts[: m.num_prompts] for name, prompts in sets.items()}
+  sets = {name: sets[name][: m.num_prompts] for name in m.sets}
   results = []
   for temperature in m.temperatures:
     for batch_size in m.batch_sizes:

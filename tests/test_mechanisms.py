@@ -101,7 +101,8 @@ def test_summary_recomputed(study):
     ({'of': (('a', {'trees': 3}),)}, "'a': no option 'trees'; there are: drafter_temperature"),
     ({'of': (('a', {'num_drafts': 4}),)}, "'a': num_drafts is 4"),
     ({'of': (('a', {}), ('a', {'tree_size': 3}))}, 'names must differ'),
-    ({'temperatures': ()}, 'needs evaluate.sets'),
+    ({'temperatures': ()}, 'needs mechanisms.sets'),
+    ({'sets': ('humaneval',)}, 'must be among evaluate.sets'),
     ({'temperatures': (-1.0,)}, 'must be at least 0'),
     ({'batch_sizes': (0,)}, 'at least 1'),
 ])
