@@ -25,7 +25,7 @@ def get_config(budget: str = '') -> ml_collections.ConfigDict:
       ('plain', {}),
       ('rejection', {'drafter_temperature': 1.0}),
       *((f'select {m}', {'drafter_temperature': 1.0, 'num_drafts': m}) for m in (2, 4, 8)),
-      *((f'tree {b}', {'tree_size': b}) for b in (16, 64, 256)),
+      *((f'tree {b}', {'tree_size': b}) for b in (8, 16, 64, 256)),
   )
   if budget == 'smoke':
     config.mechanisms.update(of=config.mechanisms.of[:3] + config.mechanisms.of[5:6], num_prompts=2, max_new_tokens=8)
