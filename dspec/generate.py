@@ -21,7 +21,7 @@ from dspec import evaluate
 from dspec import experiment
 from dspec import mechanisms
 from dspec import train
-from dspec.checkpoints import gguf
+from dspec.checkpoints import targets
 from dspec.checkpoints import training as checkpoints
 from dspec.data import prompts as prompts_lib
 from dspec.decoding import sampling
@@ -82,8 +82,8 @@ class Speaker:
     experiment.check_workdir(config, workdir)
     name, arm = experiment.arms(config)[-1]
     g, drafter_params = config.generate, checkpoints.restore_params(workdir / name / 'checkpoints')
-    path = experiment.target_path(config, config_lib.cache_dir(config))
-    target_config, params, self._tokenizer = gguf.load_target(path)
+    path = targets.locate(config, config_lib.cache_dir(config))
+    target_config, params, self._tokenizer = targets.load(config, path, place=lambda _, array: jax.device_put(array))
     dtype = jnp.dtype(g.dtype)
     self._target = target_lib.Target(target_config, dtype)
     self._target_params, self._drafter_params = jax.device_put(target_lib.cast((params, drafter_params), dtype))
@@ -105,7 +105,8 @@ class Speaker:
     if not sets:
       return 0
     costs = experiment.costs(
-        config, path, self._target, self._target_params, self._drafter, self._drafter_params, params)
+        config, targets.fingerprint(path), self._target, self._target_params, self._drafter, self._drafter_params,
+        params)
     return costs.best_block_size(next(iter(sets.values()))['acceptance_by_slot'])
 
   def answer(self, messages: Sequence[dict[str, str]], out: TextIO | None = None) -> str:

@@ -63,8 +63,8 @@ def loss_fn(
     batch: dict[str, jax.Array],
     *,
     drafter: drafter_lib.Drafter,
-    embedding_VxD: jax.Array,
-    head_VxD: jax.Array,
+    target_config: target_lib.TargetConfig,
+    target_params: Any,
     spec: Objective,
     head_chunk: int,
 ):
@@ -79,16 +79,16 @@ def loss_fn(
   anchors_BxA, tokens_BxT = batch['anchors'], batch['tokens']
   anchor_tokens = jnp.take_along_axis(tokens_BxT, anchors_BxA, 1)
   blocks = drafter_lib.block_tokens(anchor_tokens, drafter.config)
-  embeddings = embedding_VxD[blocks].astype(jnp.float32)
+  embeddings = target_lib.embed(target_config, target_params, blocks)
   hidden = drafter.apply({'params': params}, batch['features'], embeddings, anchors_BxA)
 
   valid = masks.valid_labels(anchors_BxA, batch['is_anchor'], batch['supervised'], k)
   positions = anchors_BxA[:, :, None] + jnp.arange(1, k)[None, None, :]
   positions = jnp.minimum(positions, tokens_BxT.shape[1] - 1)
   labels = tokens_BxT[jnp.arange(tokens_BxT.shape[0])[:, None, None], positions]
-  labels = drafter_lib.draft_rows(params, labels, head_VxD.shape[0])
+  labels = drafter_lib.draft_rows(params, labels, target_config.vocab_size)
   valid &= labels >= 0  # What cannot be drafted ends a block, and so does not count, nor what follows it.
-  head = drafter_lib.draft_head(params, head_VxD)
+  head = drafter_lib.draft_head(params, target_lib.head_VxD(target_params))
   scores = score_slots_chunked(
       hidden[:, :, 1:], head, labels, valid, chunk_size=head_chunk, compute_dtype=drafter.dtype
   )
@@ -145,8 +145,7 @@ def train_step(
   """One step; a pure function, to be jitted with the keyword arguments bound."""
   batch = _with_features(batch, target, target_params, drafter.config)
   loss = functools.partial(
-      loss_fn, batch=batch, drafter=drafter, embedding_VxD=target_params['embed']['embedding'],
-      head_VxD=target_lib.head_VxD(target_params), spec=spec, head_chunk=head_chunk,
+      loss_fn, batch=batch, drafter=drafter, target_config=target.config, target_params=target_params, spec=spec, head_chunk=head_chunk,
   )
   trained, measured = _split(state.params)
   value_and_grad = jax.value_and_grad(lambda trained: loss({**trained, **measured}), has_aux=True)

@@ -39,6 +39,32 @@ def test_experiments_load_and_validate(name, budget):
   assert {key.split('.')[0] for key in changed} <= {'experiment', 'loss', 'arms', 'mechanisms'}
 
 
+TARGETS = sorted(path.stem for path in (EXPERIMENTS / 'targets').glob('*.py'))
+# Layers, vocabulary, context, and what the tokenizer can make, of the models as they are published.
+PUBLISHED = {
+    'llama3_8b': (32, 128256, 8192, 128000), 'llama3_2_3b': (28, 128256, 131072, 128000),
+    'qwen3_4b': (36, 151936, 40960, 151669), 'qwen3_8b': (36, 151936, 40960, 151669),
+    'smollm2_135m': (30, 49152, 8192, None), 'gemma3_270m': (18, 262144, 32768, None)}
+
+
+@pytest.mark.parametrize('budget', config_lib.BUDGETS)
+@pytest.mark.parametrize('name', TARGETS)
+def test_experiments_on_published_targets_fit_them(name, budget):
+  config = config_lib.load(f'{EXPERIMENTS}/targets/{name}.py' + (f':{budget}' if budget else ''))
+  config_lib.validate(config)
+  assert config.experiment == name and config.target.path.startswith('hub:')
+  layers, vocab_size, length, texts = PUBLISHED[name]
+  tokenizer = _Tokenizer()
+  tokenizer.used_ids = set(range(texts)) if texts else {1, 2, *range(300, vocab_size)}
+  config_lib.validate_against_target(config, _Target(layers, vocab_size, length), tokenizer)
+  if texts and budget != 'smoke':
+    # arXiv 2606.11552, section 4: what its drafters are and how they are trained.
+    assert (config.drafter.num_layers, config.drafter.block_size, config.drafter.window) == (4, 16, 0)
+    assert (config.train.batch_size, config.train.anchors, config.train.learning_rate) == (32, 512, 1e-3)
+    assert 3000 < config.data.max_prompt_tokens + config.data.max_response_tokens <= 4096
+    assert config.train.steps * 32 == pytest.approx(3 * (config.data.num_prompts - config.data.held_out), rel=1e-3)
+
+
 def test_experiments_are_the_papers_arms():
   losses = {name: config_lib.load(f'{EXPERIMENTS / name}.py').loss for name in NAMES}
   terms = {name: (loss.gamma, loss.first_error, loss.chain) for name, loss in losses.items()}
@@ -213,6 +239,7 @@ class _Target:
 
 class _Tokenizer:
   turn_end_ids = (2, 198)
+  used_ids = {1, 2, 198, *range(1000, 49000)}
 
   def user_prefix_ids(self):
     return [1, 9690, 198]
@@ -223,8 +250,8 @@ class _Tokenizer:
     ('drafter.target_layers', (1, 29), 'the last layer cannot be tapped; use layers 0 to 28'),
     ('drafter.vocab_size', 49153, 'the target has 49152 tokens'),
     ('drafter.mask_token_id', 49152, 'its rows are 0 to 49151'),
-    ('drafter.mask_token_id', 2, 'template uses this token'),
-    ('drafter.mask_token_id', 9690, 'template uses this token'),
+    ('drafter.mask_token_id', 2, 'template can make this token'),
+    ('drafter.mask_token_id', 9690, 'texts or the chat'),
     ('data.max_response_tokens', 8192 - 5 - 60 - 16 + 1, '8193 tokens; the target holds 8192'),
     ('evaluate.max_new_tokens', 8192 - 5 - 60 - 16 + 1, '8193 tokens; the target holds 8192'),
 ])

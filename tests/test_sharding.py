@@ -31,7 +31,7 @@ tokens = jnp.zeros((1, 2), jnp.int32)
 params = target.init(jax.random.key(0), tokens, tokens, target_lib.init_cache(shape, 1, 2))['params']
 rng = np.random.default_rng(0)
 # Rows of unequal length, some without an anchor: devices hold unequal numbers of slots.
-rows = [(rng.integers(3, 29, n).tolist(), p) for n, p in ((24, 5), (6, 6), (9, 7), (24, 2), (5, 5), (12, 3))]
+rows = [(rng.integers(3, 29, n).tolist(), [t >= p for t in range(n)]) for n, p in ((24, 5), (6, 6), (9, 7), (24, 2), (5, 5), (12, 3))]
 results = {'devices': jax.device_count()}
 for kind in ('cached', 'online'):
   (folder / kind).mkdir(parents=True)

@@ -53,7 +53,7 @@ def target(untrained_target):
 
 def make_rows():
   rng = np.random.default_rng(0)
-  return [(rng.integers(3, 29, n).tolist(), prompt) for n, prompt in SHAPES]
+  return [(rng.integers(3, 29, n).tolist(), [t >= prompt for t in range(n)]) for n, prompt in SHAPES]
 
 
 @pytest.fixture(scope='module')
@@ -62,7 +62,7 @@ def data(target, tmp_path_factory):
   result = {}
   for name, model in (('cached', target[0]), ('online', None)):
     paths = features.write(tmp_path_factory.mktemp(name), model, target[1], make_rows(), TAPS)
-    answered = [token for row, prompt in make_rows() for token in row[prompt:]]
+    answered = [token for row, said in make_rows() for token, is_said in zip(row, said) if is_said]
     result[name] = dataset.Dataset(tuple(paths), (), LENGTH, np.bincount(answered, minlength=29), {})
   return result
 
@@ -120,8 +120,7 @@ def step(config, data, target):
   drafter = drafter_lib.Drafter(train.make_drafter_config(config, target[0].config))
   params = train.init_params(drafter, jax.random.key(7))
   options = dict(
-      drafter=drafter, embedding_VxD=target[1]['embed']['embedding'],
-      head_VxD=target_lib.head_VxD(target[1]), spec=Objective(3.0, 0.3, 40.0), head_chunk=10)
+      drafter=drafter, target_config=target[0].config, target_params=target[1], spec=Objective(3.0, 0.3, 40.0), head_chunk=10)
   return types.SimpleNamespace(params=params, batch=batch, options=options, drafter=drafter)
 
 

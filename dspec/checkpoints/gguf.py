@@ -4,8 +4,6 @@ Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. Parsing and d
 the `gguf` package's; this module knows the names and layouts of the supported architectures.
 """
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 import functools
 import os
 from pathlib import Path
@@ -17,94 +15,32 @@ import gguf
 from gguf import quants
 import numpy as np
 
+from dspec.checkpoints import tensors as tensors_lib
 from dspec.data import chat
 from dspec.errors import UserError
-from dspec.models.target import TargetConfig
+from dspec.models import target as target_lib
 
 _VERSIONS = (2, 3)
-
-
-@dataclass(frozen=True)
-class TensorRule:
-  """Where one tensor of the file goes.
-
-  Attributes:
-    path: its place in the parameters, outer name first.
-    shape: its numpy shape in the file: (out, in) for a matrix.
-    convert: float32 array as stored -> float32 array as the model wants it.
-  """
-
-  path: tuple[str, ...]
-  shape: tuple[int, ...]
-  convert: Callable[[np.ndarray], np.ndarray]
-
-
-@dataclass(frozen=True)
-class Family:
-  """How files of one architecture are read.
-
-  Attributes:
-    config: metadata and whether the head is tied to the embedding -> the model's shape.
-    tensors: the model's shape -> a rule for each tensor that the file must have.
-  """
-
-  config: Callable[['Metadata', bool], TargetConfig]
-  tensors: Callable[[TargetConfig], dict[str, TensorRule]]
-
-
-class Metadata:
-  """The key-value part of a file, with typed access. Errors name the file and the key."""
-
-  def __init__(self, path: Path, values: Mapping[str, Any]):
-    self.path = path
-    self._values = values
-
-  def __contains__(self, key: str) -> bool:
-    return key in self._values
-
-  def get(self, key: str, kind: type, default: Any = ...) -> Any:
-    """The value of `key`; without a default it must be there.
-
-    Raises:
-      UserError: if it is missing or not a `kind`.
-    """
-    if key not in self._values:
-      if default is ...:
-        raise UserError(f'{self.path}: the metadata lacks {key}')
-      return default
-    value = self._values[key]
-    if type(value) is not kind:  # bool is an int in Python, but not here
-      raise UserError(
-          f'{self.path}: metadata {key} must be of type {kind.__name__}, not {type(value).__name__}'
-      )
-    return value
-
-  def list_of(self, key: str, kind: type) -> list[Any]:
-    """As `get`, for a list whose elements are all of type `kind`."""
-    values = self.get(key, list)
-    if not all(type(value) is kind for value in values):
-      raise UserError(f'{self.path}: metadata {key} must hold only {kind.__name__}')
-    return values
-
-  def positive(self, key: str, kind: type, default: Any = ...) -> Any:
-    """As `get`, for a number above zero."""
-    value = self.get(key, kind, default)
-    if value is not None and not value > 0:
-      raise UserError(f'{self.path}: metadata {key} must be positive, not {value}')
-    return value
+_ROPE_FACTORS = 'rope_freqs.weight'
+# Of Gemma 3, whose files do not say them: every sixth layer is global; the scores of the largest model.
+_GEMMA3_PATTERN, _GEMMA3_LOCAL_THETA, _GEMMA3_27B_LAYERS = 6, 10_000.0, 62
 
 
 def load_target(
-    path: str | os.PathLike[str],
-) -> tuple[TargetConfig, dict[str, Any], chat.Tokenizer]:
+    path: str | os.PathLike[str], *, dtype: Any = np.float32, place: tensors_lib.Placement | None = None,
+    chat_template: str | None = None, thinking: bool = False,
+) -> tuple[target_lib.TargetConfig, dict[str, Any], chat.Tokenizer]:
   """Reads a whole target model.
 
   Args:
     path: a GGUF file.
+    dtype: of the matrices; everything else is float32.
+    place: what becomes of each array, see `tensors.load`.
+    chat_template: Jinja source, instead of the file's.
+    thinking: for templates that ask whether the model shall think before it answers.
 
   Returns:
-    The model's shape, its parameters (nested dict of float32 numpy arrays, kernels (in, out)), and
-    its tokenizer.
+    The model's shape, its parameters (nested dict, kernels (in, out)), and its tokenizer.
 
   Raises:
     UserError: if the file is missing, damaged or holds something that is not supported.
@@ -112,24 +48,23 @@ def load_target(
   path = Path(path)
   reader, metadata = _open(path)
   architecture = metadata.get('general.architecture', str)
-  if architecture not in FAMILIES:
+  if architecture not in target_lib.FAMILIES:
     raise UserError(
-        f'{path}: architecture {architecture!r} is not supported; supported: {", ".join(FAMILIES)}'
+        f'{path}: architecture {architecture!r} is not supported; supported: {", ".join(target_lib.FAMILIES)}'
     )
-  family = FAMILIES[architecture]
-  tensors = {tensor.name: tensor for tensor in reader.tensors}
-  if 'rope_freqs.weight' in tensors:
-    raise UserError(
-        f'{path}: rescaled rotary frequencies (tensor rope_freqs.weight, as in Llama 3.1) are not '
-        'supported; use a model without them'
-    )
-  config = family.config(metadata, 'output.weight' not in tensors)
-  tokenizer = _tokenizer(metadata)
+  stored = {tensor.name: tensor for tensor in reader.tensors}
+  factors = _read(stored[_ROPE_FACTORS]) if _ROPE_FACTORS in stored else np.ones(0)
+  config = _config(metadata, architecture, 'output.weight' not in stored, tuple(factors.tolist()))
+  tokenizer = _tokenizer(metadata, chat_template, thinking)
   if tokenizer.vocab_size > config.vocab_size:
     raise UserError(
         f'{path}: {tokenizer.vocab_size} tokens but {config.vocab_size} rows of the embedding'
     )
-  params = _params(path, tensors, family.tensors(config))
+  params = tensors_lib.load(
+      str(path), {name: tuple(tensor.shape[::-1].tolist()) for name, tensor in stored.items()},
+      lambda name: _read(stored[name]), _rules(config), dtype=dtype, place=place,
+      known_spare=lambda name: name == _ROPE_FACTORS,
+  )
   return config, params, tokenizer
 
 
@@ -144,7 +79,7 @@ class _StrictReader(gguf.GGUFReader):
     return array
 
 
-def _open(path: Path) -> tuple[gguf.GGUFReader, Metadata]:
+def _open(path: Path) -> tuple[gguf.GGUFReader, tensors_lib.Fields]:
   try:
     with open(path, 'rb') as file:
       head = file.read(8)
@@ -167,172 +102,155 @@ def _open(path: Path) -> tuple[gguf.GGUFReader, Metadata]:
     raise UserError(
         f'{path} is damaged or incomplete ({os.path.getsize(path)} bytes): {error}; fetch it again'
     ) from error
-  return reader, Metadata(path, values)
+  return reader, tensors_lib.Fields(path, values, 'metadata')
 
 
-def _params(
-    path: Path, tensors: Mapping[str, gguf.ReaderTensor], rules: Mapping[str, TensorRule]
-) -> dict[str, Any]:
-  """Dequantises and places every tensor; reports all that does not fit at once."""
-  problems = [f'unknown tensor {name}' for name in tensors if name not in rules]
-  for name, rule in rules.items():
-    if name not in tensors:
-      problems.append(f'missing tensor {name}')
-      continue
-    shape = tuple(tensors[name].shape[::-1].tolist())
-    if shape != rule.shape:
-      problems.append(f'tensor {name} has shape {shape}, expected {rule.shape}')
-  _refuse(path, problems)
-
-  params: dict[str, Any] = {}
-  for name, rule in rules.items():
-    tensor = tensors[name]
-    try:
-      array = quants.dequantize(tensor.data, tensor.tensor_type)
-    except NotImplementedError:
-      problems.append(f'tensor {name} has the unsupported type {tensor.tensor_type.name}')
-      continue
-    if not np.isfinite(array).all():
-      problems.append(f'tensor {name} holds values that are not finite')
-    if problems:  # nothing will be returned: only look for further problems
-      continue
-    node = params
-    for part in rule.path[:-1]:
-      node = node.setdefault(part, {})
-    # A copy of its own: neither a view of the file nor of the untransposed array.
-    node[rule.path[-1]] = np.array(rule.convert(array), np.float32, order='C')
-  _refuse(path, problems)
-  return params
+def _read(tensor: gguf.ReaderTensor) -> np.ndarray:
+  try:
+    return quants.dequantize(tensor.data, tensor.tensor_type)
+  except NotImplementedError as error:
+    raise NotImplementedError(f'has the unsupported type {tensor.tensor_type.name}') from error
 
 
-def _refuse(path: Path, problems: list[str], shown: int = 20) -> None:
-  if problems:
-    listed = '\n  '.join(problems[:shown])
-    rest = f'\n  and {len(problems) - shown} more' if len(problems) > shown else ''
-    raise UserError(f'{path} does not fit its architecture:\n  {listed}{rest}')
-
-
-def _tokenizer(metadata: Metadata) -> chat.Tokenizer:
+def _tokenizer(metadata: tensors_lib.Fields, chat_template: str | None, thinking: bool) -> chat.Tokenizer:
   model = metadata.get('tokenizer.ggml.model', str)
-  if model != 'gpt2':
-    raise UserError(
-        f'{metadata.path}: tokenizer model {model!r} is not supported; supported: gpt2 (byte-level '
-        'BPE)'
+  common = {
+      'tokens': metadata.list_of('tokenizer.ggml.tokens', str),
+      'token_types': metadata.list_of('tokenizer.ggml.token_type', int),
+      'eos_ids': _eos_ids(metadata),
+      'bos_id': metadata.get('tokenizer.ggml.bos_token_id', int, None),
+      'chat_template': chat_template or metadata.get('tokenizer.chat_template', str, None),
+      'thinking': thinking,
+      'source': str(metadata.path),
+  }
+  if model == 'gpt2':
+    return chat.byte_level_bpe(
+        merges=metadata.list_of('tokenizer.ggml.merges', str),
+        pre_tokenizer=metadata.get('tokenizer.ggml.pre', str),
+        **common,
     )
-  return chat.Tokenizer(
-      tokens=metadata.list_of('tokenizer.ggml.tokens', str),
-      merges=metadata.list_of('tokenizer.ggml.merges', str),
-      token_types=metadata.list_of('tokenizer.ggml.token_type', int),
-      pre_tokenizer=metadata.get('tokenizer.ggml.pre', str),
-      eos_ids=_eos_ids(metadata),
-      bos_id=metadata.get('tokenizer.ggml.bos_token_id', int, None),
-      chat_template=metadata.get('tokenizer.chat_template', str, None),
-      source=str(metadata.path),
+  if model == 'llama' and not metadata.get('tokenizer.ggml.add_space_prefix', bool, True):
+    return chat.scored_bpe(scores=metadata.list_of('tokenizer.ggml.scores', float), **common)
+  raise UserError(
+      f'{metadata.path}: tokenizer model {model!r} is not supported; supported: gpt2 (byte-level BPE), and llama '
+      'without a space put before the text (as in Gemma)'
   )
 
 
-def _eos_ids(metadata: Metadata) -> tuple[int, ...]:
+def _eos_ids(metadata: tensors_lib.Fields) -> tuple[int, ...]:
   """End of sequence, of turn and of message, where the file names them."""
   keys = (f'tokenizer.ggml.{name}_token_id' for name in ('eos', 'eot', 'eom'))
-  ids = (metadata.get(key, int, None) for key in keys)
-  return tuple(dict.fromkeys(i for i in ids if i is not None))
+  return tensors_lib.eos_of(*(metadata.get(key, int, None) for key in keys))
 
 
-def _llama_config(metadata: Metadata, tied: bool) -> TargetConfig:
-  path = metadata.path
-  scaling = metadata.get('llama.rope.scaling.type', str, 'none')
-  if scaling != 'none' or 'llama.rope.scale_linear' in metadata:
-    raise UserError(f'{path}: rotary scaling ({scaling}) is not supported; use a model without it')
-  for key, what in (
-      ('llama.expert_count', 'a mixture of experts'),
-      ('llama.attention.sliding_window', 'sliding-window attention'),
-  ):
-    if metadata.get(key, int, 0):
-      raise UserError(f'{path}: {what} ({key}) is not supported')
+def _config(
+    metadata: tensors_lib.Fields, family: str, tied: bool, rope_divisors: tuple[float, ...]
+) -> target_lib.TargetConfig:
+  path, of = metadata.path, lambda name: f'{family}.{name}'
+  if metadata.get(of('expert_count'), int, 0):
+    raise UserError(f'{path}: a mixture of experts ({of("expert_count")}) is not supported')
 
-  width = metadata.positive('llama.embedding_length', int)
-  heads = metadata.positive('llama.attention.head_count', int)
-  kv_heads = metadata.positive('llama.attention.head_count_kv', int, heads)
-  head_dim = metadata.positive('llama.attention.key_length', int, width // heads)
-  for key in ('llama.rope.dimension_count', 'llama.attention.value_length'):
+  width = metadata.positive(of('embedding_length'), int)
+  layers = metadata.positive(of('block_count'), int)
+  heads = metadata.positive(of('attention.head_count'), int)
+  kv_heads = metadata.positive(of('attention.head_count_kv'), int, heads)
+  head_dim = metadata.positive(of('attention.key_length'), int, width // heads)
+  for key in (of('rope.dimension_count'), of('attention.value_length')):
     if metadata.get(key, int, head_dim) != head_dim:
       raise UserError(
           f'{path}: {key} differs from the size of a head, {head_dim}; that is not supported'
       )
-  if head_dim % 2 or heads % kv_heads:
-    raise UserError(
-        f'{path}: {heads} heads of size {head_dim} with {kv_heads} key heads cannot work'
-    )
-  theta = metadata.positive('llama.rope.freq_base', float, None)
+  tensors_lib.check_heads(path, width, heads, kv_heads, head_dim)
+  theta = metadata.positive(of('rope.freq_base'), float, None)
   if theta is None:
     theta = 10_000.0
-    logging.warning('%s does not give llama.rope.freq_base; taking 10000, as llama.cpp does', path)
+    logging.warning('%s does not give %s; taking 10000, as llama.cpp does', path, of('rope.freq_base'))
+  rope_divisors = _rope_divisors(metadata, family, rope_divisors, head_dim // 2)
   tokens = metadata.get('tokenizer.ggml.tokens', list)
-  return TargetConfig(
-      family='llama',
-      vocab_size=metadata.positive('llama.vocab_size', int, len(tokens)),
-      num_layers=metadata.positive('llama.block_count', int),
+  return target_lib.TargetConfig(
+      family=family,
+      vocab_size=metadata.positive(of('vocab_size'), int, len(tokens)),
+      num_layers=layers,
       width=width,
-      mlp_width=metadata.positive('llama.feed_forward_length', int),
+      mlp_width=metadata.positive(of('feed_forward_length'), int),
       num_heads=heads,
       num_kv_heads=kv_heads,
       head_dim=head_dim,
       rope_theta=theta,
-      norm_eps=metadata.positive('llama.attention.layer_norm_rms_epsilon', float),
-      max_length=metadata.positive('llama.context_length', int),
+      norm_eps=metadata.positive(of('attention.layer_norm_rms_epsilon'), float),
+      max_length=metadata.positive(of('context_length'), int),
       tie_embeddings=tied,
       eos_ids=_eos_ids(metadata),
+      rope_divisors=rope_divisors,
+      **_attention(metadata, family, layers, width // heads),
   )
 
 
-def _as_stored(array: np.ndarray) -> np.ndarray:
-  return array
+def _rope_divisors(metadata, family, factors: tuple[float, ...], half: int) -> tuple[float, ...]:
+  """What the frequencies are divided by: the file's own factors (Llama 3.1), or linear scaling."""
+  kind = metadata.get(f'{family}.rope.scaling.type', str, 'none')
+  old_factor = metadata.get(f'{family}.rope.scale_linear', float, None)
+  if kind not in ('none', 'linear') or (factors and kind == 'linear'):
+    raise UserError(f'{metadata.path}: rotary scaling ({kind}) is not supported; use a model without it')
+  if factors and len(factors) != half:
+    raise UserError(f'{metadata.path}: {_ROPE_FACTORS} has {len(factors)} numbers, heads have {half} frequencies')
+  if kind == 'linear' or old_factor is not None:
+    return (metadata.positive(f'{family}.rope.scaling.factor', float, old_factor or ...),) * half
+  return factors
 
 
-def _kernel(array_OxI: np.ndarray) -> np.ndarray:
-  return array_OxI.T
+def _attention(metadata, family: str, layers: int, scores_of: int) -> dict[str, Any]:
+  """Options of `TargetConfig` for sliding windows and the scale of scores."""
+  window = metadata.get(f'{family}.attention.sliding_window', int, 0)
+  if family == 'gemma3':
+    return {
+        'sliding_window': metadata.positive('gemma3.attention.sliding_window', int),
+        'local_layers': tuple(i for i in range(layers) if (i + 1) % _GEMMA3_PATTERN),
+        'local_rope_theta': metadata.positive('gemma3.rope.freq_base_swa', float, _GEMMA3_LOCAL_THETA),
+        'attention_scale': scores_of**-0.5 if layers == _GEMMA3_27B_LAYERS else 0.0,
+    }
+  if window:
+    raise UserError(
+        f'{metadata.path}: sliding-window attention ({family}.attention.sliding_window) is not supported')
+  return {}
 
 
 def _rotary_kernel(array_OxI: np.ndarray, *, heads: int) -> np.ndarray:
   """Undoes the row order for interleaved rotary pairs, and transposes.
 
   Files of the llama architecture keep the pair (j, j + head_dim/2) of each head in the neighbouring
-  rows (2j, 2j + 1); the model rotates halves.
+  rows (2j, 2j + 1); the model rotates halves. Other architectures are stored as the model has them.
   """
   out, inside = array_OxI.shape
   pairs = array_OxI.reshape(heads, out // heads // 2, 2, inside)
   return pairs.swapaxes(1, 2).reshape(out, inside).T
 
 
-def _llama_tensors(config: TargetConfig) -> dict[str, TensorRule]:
-  width, mlp_width = config.width, config.mlp_width
-  query_width = config.num_heads * config.head_dim
-  key_width = config.num_kv_heads * config.head_dim
-  query = functools.partial(_rotary_kernel, heads=config.num_heads)
-  key = functools.partial(_rotary_kernel, heads=config.num_kv_heads)
-  embedding_shape = (config.vocab_size, width)
-  rules = {
-      'token_embd.weight': TensorRule(('embed', 'embedding'), embedding_shape, _as_stored),
-      'output_norm.weight': TensorRule(('norm', 'scale'), (width,), _as_stored),
-  }
-  if not config.tie_embeddings:
-    rules['output.weight'] = TensorRule(('lm_head', 'kernel'), embedding_shape, _kernel)
-  in_layer = {
-      'attn_norm': (('attn_norm', 'scale'), (width,), _as_stored),
-      'attn_q': (('attn', 'q_proj', 'kernel'), (query_width, width), query),
-      'attn_k': (('attn', 'k_proj', 'kernel'), (key_width, width), key),
-      'attn_v': (('attn', 'v_proj', 'kernel'), (key_width, width), _kernel),
-      'attn_output': (('attn', 'o_proj', 'kernel'), (width, query_width), _kernel),
-      'ffn_norm': (('mlp_norm', 'scale'), (width,), _as_stored),
-      'ffn_gate': (('mlp', 'gate_proj', 'kernel'), (mlp_width, width), _kernel),
-      'ffn_up': (('mlp', 'up_proj', 'kernel'), (mlp_width, width), _kernel),
-      'ffn_down': (('mlp', 'down_proj', 'kernel'), (width, mlp_width), _kernel),
-  }
-  for i in range(config.num_layers):
-    for name, (path, shape, convert) in in_layer.items():
-      rules[f'blk.{i}.{name}.weight'] = TensorRule((f'layers_{i}', *path), shape, convert)
-  return rules
+_NAMES = {
+    ('embed', 'embedding'): 'token_embd.weight',
+    ('norm', 'scale'): 'output_norm.weight',
+    ('lm_head', 'kernel'): 'output.weight',
+}
+_LAYER_NAMES = {
+    ('attn_norm', 'scale'): 'attn_norm.weight',
+    **{('attn', f'{x}_proj', 'kernel'): f'attn_{x}.weight' for x in 'qkv'},
+    **{('attn', f'{x}_proj', 'bias'): f'attn_{x}.bias' for x in 'qkv'},
+    **{('attn', f'{x}_norm', 'scale'): f'attn_{x}_norm.weight' for x in 'qk'},
+    ('attn', 'o_proj', 'kernel'): 'attn_output.weight',
+    ('attn_post_norm', 'scale'): 'post_attention_norm.weight',
+    ('mlp_norm', 'scale'): 'ffn_norm.weight',
+    **{('mlp', f'{x}_proj', 'kernel'): f'ffn_{x}.weight' for x in ('gate', 'up', 'down')},
+    ('mlp_post_norm', 'scale'): 'post_ffw_norm.weight',
+}
 
 
-# By the file's general.architecture.
-FAMILIES: dict[str, Family] = {'llama': Family(_llama_config, _llama_tensors)}
+def _rules(config: target_lib.TargetConfig) -> dict[str, tensors_lib.Rule]:
+  permuted = {
+      ('attn', 'q_proj', 'kernel'): config.num_heads, ('attn', 'k_proj', 'kernel'): config.num_kv_heads,
+  } if config.family == 'llama' else {}
+
+  def convert(path):
+    return functools.partial(_rotary_kernel, heads=permuted[path]) if path in permuted else None
+
+  layer_names = {path: f'blk.{{}}.{name}' for path, name in _LAYER_NAMES.items()}
+  return tensors_lib.rules(config, _NAMES, layer_names, convert)

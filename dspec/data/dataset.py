@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import fcntl
 import hashlib
+import itertools
 import json
 import pathlib
 from typing import Any
@@ -23,6 +24,7 @@ from dspec.models import target as target_lib
 
 # Part of every key: raised whenever the same inputs would give other data.
 _VERSION = 1
+_RECORD_VERSION = 2  # Of the rows on disk.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,6 +83,7 @@ def prepare(
       **{k: data[k] for k in (
           'seed', 'num_prompts', 'held_out', 'max_prompt_tokens', 'prompt_temperature',
           'max_response_tokens', 'response_temperature')},
+      **({} if data.responses == 'regenerated' else {'responses': data.responses}),
   )
   folder = cache_dir / 'data' / text_key
   folder.mkdir(parents=True, exist_ok=True)
@@ -105,6 +108,53 @@ def _only_writer(folder: pathlib.Path):
 
 def _prepare(config, folder, model, params, tokenizer) -> Dataset:
   data = config.data
+  taps = tuple(config.drafter.target_layers)
+  online = data.features == 'online'
+  name = 'tokens' if online else 'features'
+  name += '-' + _key(taps=() if online else taps, version=_RECORD_VERSION)
+  feature_width = len(taps) * model.config.width
+
+  def check_disk(num_tokens):
+    if not online and not (folder / name).exists():
+      features_lib.check_disk(folder, num_tokens, feature_width)
+
+  if data.responses == 'as_written':
+    held_out, rows, stats = _as_written(data, tokenizer)
+  else:
+    held_out, rows, stats = _regenerated(data, folder, model, params, tokenizer, check_disk)
+  # A block needs an anchor and one label.
+  rows = [(ids, said) for ids, said in rows if any(a and b for a, b in itertools.pairwise(said))]
+  if not rows:
+    raise UserError(f'--config.data.prompts={data.prompts}: no answer has two tokens; nothing to train on')
+  mask_id = config.drafter.mask_token_id
+  if any(mask_id in ids for ids, _ in rows):
+    raise UserError(
+        f'--config.drafter.mask_token_id={mask_id}: this token ({tokenizer.token(mask_id)!r}) occurs in the '
+        'data; choose a row of the embedding that no text uses'
+    )
+  num_tokens = sum(len(ids) for ids, _ in rows)
+  files = features_lib.file_paths(folder / name, len(rows))
+  if not all(path.exists() for path in files):
+    check_disk(num_tokens)
+  (folder / name).mkdir(exist_ok=True)
+  paths = features_lib.write(folder / name, None if online else model, params, rows, taps)
+  answered = np.concatenate([np.asarray(ids)[np.asarray(said)] for ids, said in rows])
+  stats = {
+      'training_prompts': len(rows), 'training_tokens': len(answered), 'row_tokens': num_tokens,
+      'held_out_prompts': len(held_out), 'features': data.features, 'responses': data.responses, **stats,
+  }
+  logging.info(
+      '%d answers, %d tokens; %.0f %% cut; %d prompts held out',
+      len(rows), stats['training_tokens'], 100 * stats['truncated_share'], len(held_out),
+  )
+  length = max(len(ids) for ids, _ in rows)
+  length += -length % 32  # Few shapes, few compilations.
+  counts = np.bincount(answered, minlength=model.config.vocab_size)
+  return Dataset(tuple(paths), tuple(map(tuple, held_out)), length, counts, stats)
+
+
+def _regenerated(data, folder, model, params, tokenizer, check_disk):
+  """Held-out prompts, rows (ids, supervised), and counts; the answers are the target's own."""
   prompts = _prompts(data, folder, model, params, tokenizer)
   ids, too_long = [], 0
   for prompt in prompts:
@@ -119,14 +169,8 @@ def _prepare(config, folder, model, params, tokenizer) -> Dataset:
         f'--config.data.max_prompt_tokens={data.max_prompt_tokens} tokens and {data.held_out} are held out; '
         'none is left to train on'
     )
-  taps = tuple(config.drafter.target_layers)
-  online = data.features == 'online'
-  name = 'tokens' if online else 'features-' + _key(taps=taps, version=_VERSION)
-  feature_width = len(taps) * model.config.width
-  if not online and not (folder / name).exists():
-    # Before the answers, whose lengths are not known yet: that every one is as long as it may be.
-    most = sum(map(len, training)) + len(training) * data.max_response_tokens
-    features_lib.check_disk(folder, most, feature_width)
+  # Before the answers, whose lengths are not known yet: that every one is as long as it may be.
+  check_disk(sum(map(len, training)) + len(training) * data.max_response_tokens)
   answers = responses_lib.sample_resumably(
       folder / 'responses.jsonl', model, params, training, list(range(len(training))),
       jax.random.fold_in(jax.random.key(data.seed), 1), name='writing answers',
@@ -135,41 +179,29 @@ def _prepare(config, folder, model, params, tokenizer) -> Dataset:
   )
   eos = model.config.eos_ids
   truncated = sum(answer[-1] not in eos for answer in answers)
-  # A block needs an anchor and one label.
-  rows = [(p + a, len(p)) for p, a in zip(training, answers) if len(a) >= 2]
+  rows = [(p + a, [False] * len(p) + [True] * len(a)) for p, a in zip(training, answers)]
+  return held_out, rows, {'truncated_share': truncated / len(answers), 'too_long_prompts': too_long}
+
+
+def _as_written(data, tokenizer):
+  """As `_regenerated`, of conversations with the answers that their file has, cut where they get too long."""
+  conversations = prompts_lib.read_conversations(data.prompts)
+  order = np.random.default_rng(data.seed).permutation(len(conversations))[: data.num_prompts]
+  chosen = [conversations[i] for i in order]
+  opening = lambda messages: list(itertools.takewhile(lambda m: m['role'] != 'assistant', messages))
+  held_out = [tokenizer.render_prompt(opening(messages)) for messages in chosen[: data.held_out]]
+  room = data.max_prompt_tokens + data.max_response_tokens
+  fitting = [ids for ids in held_out if len(ids) <= room]
+  rows = [row for messages in chosen[data.held_out :] for row in tokenizer.render_conversation(messages)]
   if not rows:
-    raise UserError(f'--config.data.prompts={data.prompts}: no answer has two tokens; nothing to train on')
-  mask_id = config.drafter.mask_token_id
-  if any(mask_id in row for row, _ in rows):
     raise UserError(
-        f'--config.drafter.mask_token_id={mask_id}: this token ({tokenizer.token(mask_id)!r}) occurs in the '
-        'data; choose a row of the embedding that no text uses'
+        f'--config.data.prompts={data.prompts}: of {len(conversations)} conversations {data.held_out} are held out, and '
+        'the others hold no answer'
     )
-  num_tokens = sum(len(row) for row, _ in rows)
-  files = features_lib.file_paths(folder / name, len(rows))
-  if not online and not all(path.exists() for path in files):
-    features_lib.check_disk(folder, num_tokens, feature_width)
-  (folder / name).mkdir(exist_ok=True)
-  paths = features_lib.write(folder / name, None if online else model, params, rows, taps)
-  stats = {
-      'training_prompts': len(rows),
-      'training_tokens': sum(len(row) - n for row, n in rows),
-      'row_tokens': num_tokens,
-      'truncated_share': truncated / len(answers),
-      'held_out_prompts': len(held_out),
-      'too_long_prompts': too_long,
-      'features': data.features,
-  }
-  logging.info(
-      '%d answers, %d tokens; %.0f %% cut at %d tokens; %d prompts held out',
-      len(rows), stats['training_tokens'], 100 * stats['truncated_share'], data.max_response_tokens,
-      len(held_out),
-  )
-  length = max(len(row) for row, _ in rows)
-  length += -length % 32  # Few shapes, few compilations.
-  answered = np.concatenate([row[prompt:] for row, prompt in rows])
-  counts = np.bincount(answered, minlength=model.config.vocab_size)
-  return Dataset(tuple(paths), tuple(map(tuple, held_out)), length, counts, stats)
+  truncated = sum(len(ids) > room for ids, _ in rows)
+  rows = [(ids[:room], said[:room]) for ids, said in rows]
+  return fitting, rows, {
+      'truncated_share': truncated / len(rows), 'too_long_prompts': len(held_out) - len(fitting)}
 
 
 def _prompt_source(data) -> str:

@@ -60,9 +60,15 @@ def check_disk(folder: pathlib.Path, num_tokens: int, feature_width: int) -> int
   return size
 
 
-def encode_record(tokens: Sequence[int], prompt_length: int, features: np.ndarray | None) -> bytes:
-  """One row as bytes; `features` bfloat16 [T, N*D] or None."""
-  record = {'tokens': np.asarray(tokens, np.int32), 'prompt_length': int(prompt_length)}
+def encode_record(tokens: Sequence[int], supervised: Sequence[bool], features: np.ndarray | None) -> bytes:
+  """One row as bytes.
+
+  Args:
+    tokens: T ids.
+    supervised: which of them the target says, T.
+    features: bfloat16 [T, N*D], or None.
+  """
+  record = {'tokens': np.asarray(tokens, np.int32), 'supervised': np.asarray(supervised, bool)}
   if features is not None:
     # As integers: a bfloat16 array has no portable serialised type.
     record['features'] = np.ascontiguousarray(features).view(np.uint16)
@@ -87,7 +93,7 @@ def write(
     folder: pathlib.Path,
     model: target_lib.Target | None,
     params: Any,
-    rows: Sequence[tuple[Sequence[int], int]],
+    rows: Sequence[tuple[Sequence[int], Sequence[bool]]],
     taps: tuple[int, ...],
     *,
     batch_size: int = 32,
@@ -98,7 +104,7 @@ def write(
     folder: where to.
     model: the target; None writes tokens only, for features computed online.
     params: its parameters, already in the compute dtype.
-    rows: (tokens of prompt and answer, prompt length).
+    rows: (tokens, which of them are supervised).
     taps: tapped layers.
     batch_size: rows the target reads together.
 
@@ -126,8 +132,8 @@ def write(
 def _records(model, params, rows, taps, batch_size, bar):
   """Serialised rows in their order; computed in batches of similar length."""
   if model is None:
-    for tokens, prompt_length in rows:
-      yield encode_record(tokens, prompt_length, None)
+    for tokens, supervised in rows:
+      yield encode_record(tokens, supervised, None)
       bar.update()
     return
   chunk = autoregressive.PREFILL_CHUNK
@@ -142,7 +148,7 @@ def _records(model, params, rows, taps, batch_size, bar):
       tokens_BxT[r, : len(rows[i][0])] = rows[i][0]
     features = np.asarray(compute(model, params, tokens_BxT, taps))
     for r, i in enumerate(chosen):
-      tokens, prompt_length = rows[i]
-      records[i] = encode_record(tokens, prompt_length, features[r, : len(tokens)])
+      tokens, supervised = rows[i]
+      records[i] = encode_record(tokens, supervised, features[r, : len(tokens)])
       bar.update()
   yield from records

@@ -22,13 +22,13 @@ def make_row(
     anchors: A, the static number of anchor slots.
 
   Returns:
-    tokens [T] int32; supervised [T] bool, the answer's tokens; anchors [A] int32, distinct and
+    tokens [T] int32; supervised [T] bool, the answers' tokens; anchors [A] int32, distinct and
     ascending; is_anchor [A] bool, False for slots that the row has no anchor for; and features [T, F]
     bfloat16 where the record has them.
   """
   record = features_lib.decode_record(record)
   tokens = record['tokens'][:length]
-  n, prompt_length = len(tokens), record['prompt_length']
+  n = len(tokens)
   row = {
       'tokens': np.zeros(length, np.int32),
       'supervised': np.zeros(length, bool),
@@ -36,10 +36,10 @@ def make_row(
       'is_anchor': np.zeros(anchors, bool),
   }
   row['tokens'][:n] = tokens
-  row['supervised'][prompt_length:n] = True
-  # An anchor is a token of the answer that has a token after it: when decoding, the first anchor is the
+  row['supervised'][:n] = record['supervised'][:length]
+  # An anchor is a token of an answer that has a token after it: when decoding, the first anchor is the
   # answer's first token.
-  candidates = np.arange(prompt_length, n - 1)
+  candidates = np.flatnonzero(row['supervised'][:-1] & row['supervised'][1:])
   chosen = np.sort(rng.permutation(candidates)[:anchors])
   row['anchors'][: len(chosen)] = chosen
   row['is_anchor'][: len(chosen)] = True

@@ -1,11 +1,12 @@
 """Where prompts come from: a file of JSON lines, a TFDS data set, or the HumanEval wheel."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 import importlib
 import json
 import pathlib
 from typing import Any
 
+from dspec.data import chat
 from dspec.errors import UserError
 
 # As in the harness of the DFlash authors, so that the same prompts are measured.
@@ -34,32 +35,86 @@ def read(source: str, *, data_dir: str | pathlib.Path | None = None) -> list[str
 def read_jsonl(path: str | pathlib.Path) -> list[str]:
   """Prompts of a file with one `{"prompt": "..."}` a line; other keys and blank lines are skipped.
 
+  A line may also be a conversation, see `read_conversations`: its first user's turn is the prompt.
+
   Raises:
     UserError: for a file that cannot be read or holds no prompt, and for the first bad line, with
       its number: not UTF-8, not JSON, no prompt, or an empty one.
   """
+  prompts = []
+  for record, where in _records(path):
+    if 'messages' in record or 'conversations' in record:
+      messages = _conversation(record, where)
+      prompts.append(next((m['content'] for m in messages if m['role'] == 'user'), ''))
+      _checked(prompts[-1], f"{where}: the first user's turn")
+    elif 'prompt' in record:
+      prompts.append(_checked(record['prompt'], f'{where}: "prompt"'))
+    else:
+      raise UserError(f'{where}: no "prompt"; each line must be an object {{"prompt": ...}}')
+  return prompts
+
+
+def read_conversations(path: str | pathlib.Path) -> list[list[chat.Message]]:
+  """Conversations of a file: messages with a role (system, user, assistant) and a content.
+
+  A line is `{"messages": [{"role": ..., "content": ...}, ...]}`, or as in ShareGPT
+  `{"conversations": [{"from": "human", "value": ...}, ...]}`, or `{"prompt": ..., "response": ...}`.
+
+  Raises:
+    UserError: as `read_jsonl`; a conversation must begin with a prompt.
+  """
+  return [_conversation(record, where) for record, where in _records(path)]
+
+
+_SHAREGPT_ROLES = {'human': 'user', 'user': 'user', 'gpt': 'assistant', 'assistant': 'assistant', 'system': 'system'}
+
+
+def _conversation(record: dict[str, Any], where: str) -> list[chat.Message]:
+  if 'prompt' in record and 'response' in record:
+    turns = [('user', record['prompt']), ('assistant', record['response'])]
+  else:
+    key, role, content = next(
+        (names for names in (('messages', 'role', 'content'), ('conversations', 'from', 'value')) if names[0] in record),
+        (None, None, None))
+    entries = record.get(key)
+    if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
+      raise UserError(f'{where}: no conversation; each line must be an object {{"messages": [...]}} or '
+                      '{"prompt": ..., "response": ...}')
+    turns = [(entry.get(role), entry.get(content)) for entry in entries]
+    if key == 'conversations':
+      turns = [(_SHAREGPT_ROLES.get(name, name), text) for name, text in turns]
+  for i, (role, text) in enumerate(turns, 1):
+    if role not in chat.ROLES:
+      raise UserError(f'{where}, message {i}: role {role!r}; there are {", ".join(chat.ROLES)}')
+    _checked(text, f'{where}, message {i}')
+  if not turns or turns[0][0] == 'assistant':
+    raise UserError(f'{where}: the conversation must begin with a prompt')
+  return [{'role': role, 'content': text} for role, text in turns]
+
+
+def _records(path: str | pathlib.Path) -> Iterator[tuple[dict[str, Any], str]]:
+  """The objects of a file of JSON lines, each with where it stands."""
   path = pathlib.Path(path).expanduser()
   try:
     # Split at newlines only: JSON texts may hold other line separators.
     lines = path.read_bytes().removeprefix(b'\xef\xbb\xbf').split(b'\n')
   except OSError as error:
     raise UserError(f'{path}: cannot be read: {error.strerror}') from error
-  prompts = [_prompt(line, f'{path}, line {i}') for i, line in enumerate(lines, 1) if line.strip()]
-  if not prompts:
+  if not any(line.strip() for line in lines):
     raise UserError(f'{path}: holds no prompt; write one {{"prompt": ...}} a line')
-  return prompts
-
-
-def _prompt(line: bytes, where: str) -> str:
-  try:
-    record = json.loads(line.decode('utf-8'))
-  except UnicodeDecodeError as error:
-    raise UserError(f'{where}: not UTF-8 (byte {error.start + 1}); save it as UTF-8') from error
-  except json.JSONDecodeError as error:
-    raise UserError(f'{where}: not JSON ({error.msg}, column {error.colno})') from error
-  if not isinstance(record, dict) or 'prompt' not in record:
-    raise UserError(f'{where}: no "prompt"; each line must be an object {{"prompt": ...}}')
-  return _checked(record['prompt'], f'{where}: "prompt"')
+  for i, line in enumerate(lines, 1):
+    if not line.strip():
+      continue
+    where = f'{path}, line {i}'
+    try:
+      record = json.loads(line.decode('utf-8'))
+    except UnicodeDecodeError as error:
+      raise UserError(f'{where}: not UTF-8 (byte {error.start + 1}); save it as UTF-8') from error
+    except json.JSONDecodeError as error:
+      raise UserError(f'{where}: not JSON ({error.msg}, column {error.colno})') from error
+    if not isinstance(record, dict):
+      raise UserError(f'{where}: no "prompt"; each line must be an object {{"prompt": ...}}')
+    yield record, where
 
 
 def _checked(prompt: Any, where: str) -> str:

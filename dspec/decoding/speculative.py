@@ -199,7 +199,7 @@ def advance(
   live = ~rows.done_B
   start_B = rows.lengths_B - 1
   anchor_B = jnp.take_along_axis(rows.tokens_BxT, start_B[:, None], 1)[:, 0]
-  logits_BxSxV = propose(target_params, drafter, drafter_params, state)
+  logits_BxSxV = propose(target, target_params, drafter, drafter_params, state)
 
   # Where the anchor and the drafts are, outside the caches for rows that are done; and where their successors would go.
   steps_K = jnp.arange(k)
@@ -244,11 +244,13 @@ def _check_tree(tree_size: int, drafter: drafter_lib.DrafterConfig, target: targ
     raise UserError(f'tree_size is {tree_size}: {slots} slots of {vocab_size} tokens make only {drafts} different drafts')
 
 
-def propose(target_params: Any, drafter: drafter_lib.Drafter, drafter_params: Any, state: State) -> jax.Array:
+def propose(
+    target: target_lib.Target, target_params: Any, drafter: drafter_lib.Drafter, drafter_params: Any, state: State
+) -> jax.Array:
   """Logits of every draft slot over the draft vocabulary, float32 [B, S, V']."""
   positions_Bx1 = state.rows.lengths_B[:, None] - 1
   anchors_Bx1 = jnp.take_along_axis(state.rows.tokens_BxT, positions_Bx1, 1)
-  embeddings = target_lib.embed(target_params, drafter_lib.block_tokens(anchors_Bx1, drafter.config))
+  embeddings = target_lib.embed(target.config, target_params, drafter_lib.block_tokens(anchors_Bx1, drafter.config))
   hidden = drafter.apply(
       {'params': drafter_params}, embeddings, positions_Bx1, state.drafter_cache, method='draft'
   )

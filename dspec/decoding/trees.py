@@ -70,7 +70,7 @@ def best_first(anchor_B: jax.Array, log_probs_BxSxV: jax.Array, budget: int) -> 
   """
   b, s, v = log_probs_BxSxV.shape
   width = min(budget, v)  # No node has a sibling of a higher rank than this.
-  ranked, tokens = jax.lax.top_k(log_probs_BxSxV, width)  # [B, S, W]
+  ranked, tokens = largest(log_probs_BxSxV, width)  # [B, S, W]
   rows = jnp.arange(b)
   n = 1 + budget
   # A taken node offers two candidates: its best child, and its next sibling. Row 2i and 2i+1 are those of node i.
@@ -105,6 +105,31 @@ def best_first(anchor_B: jax.Array, log_probs_BxSxV: jax.Array, budget: int) -> 
     )
 
   return jax.lax.fori_loop(1, n, take, (tree, score, rank, parent, depth))[0]
+
+
+def largest(x_BxSxV: jax.Array, k: int, group: int = 64) -> tuple[jax.Array, jax.Array]:
+  """`jax.lax.top_k` of long rows for small k, without ranking what cannot be among the k largest.
+
+  The k largest lie in the k groups of the largest maxima; only those are ranked.
+
+  Args:
+    x_BxSxV: float.
+    k: at most V.
+    group: neighbours that share a maximum.
+
+  Returns:
+    Values and int32 indices, `[B, S, k]`, in descending order.
+  """
+  b, s, v = x_BxSxV.shape
+  count = -(-v // group)
+  if count < 2 * k:
+    return jax.lax.top_k(x_BxSxV, k)
+  padded = jnp.pad(x_BxSxV, ((0, 0), (0, 0), (0, count * group - v)), constant_values=-jnp.inf)
+  grouped = padded.reshape(b, s, count, group)
+  _, chosen_BxSxk = jax.lax.top_k(grouped.max(-1), k)
+  candidates = jnp.take_along_axis(grouped, chosen_BxSxk[..., None], 2).reshape(b, s, k * group)
+  values, places = jax.lax.top_k(candidates, k)
+  return values, jnp.take_along_axis(chosen_BxSxk, places // group, 2) * group + places % group
 
 
 def walk(tree: Tree, target_BxN: jax.Array, max_depth: int) -> tuple[jax.Array, jax.Array]:

@@ -4,11 +4,14 @@ Matrix products take operands in `compute_dtype` and always accumulate and retur
 and the residual stream stay in float32.
 """
 
+from collections.abc import Callable, Sequence
 import functools
+import math
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
@@ -50,14 +53,14 @@ def _dot_general(x, kernel, dimension_numbers, precision=None, *, dtype):
   return matmul(x.astype(jnp.float32), kernel, dtype)
 
 
-def linear(features: int, dtype: jnp.dtype, name: str | None) -> nn.Dense:
-  """A projection without bias, `(..., in) -> (..., features)` float32.
+def linear(features: int, dtype: jnp.dtype, name: str | None, bias: bool = False) -> nn.Dense:
+  """A projection, `(..., in) -> (..., features)` float32.
 
   Both operands are cast to `dtype` inside the product, so that a float32 kernel gets a float32 gradient; sums are
   float32, forward and backward.
   """
   return nn.Dense(
-      features, use_bias=False, name=name,
+      features, use_bias=bias, name=name,
       dot_general=functools.partial(_dot_general, dtype=dtype),
       promote_dtype=lambda *arrays, dtype: arrays,
   )
@@ -68,27 +71,67 @@ def rms_norm(eps: float, name: str | None) -> nn.RMSNorm:
   return nn.RMSNorm(epsilon=eps, dtype=jnp.float32, name=name)
 
 
-def rotary(x_BxTxHxd: jax.Array, positions_BxT: jax.Array, theta: float) -> jax.Array:
-  """Rotates the two halves of every head by its absolute position (half-split layout, arXiv 2104.09864)."""
+def rotary(
+    x_BxTxHxd: jax.Array, positions_BxT: jax.Array, theta: float, divisors: Sequence[float] = ()
+) -> jax.Array:
+  """Rotates the two halves of every head by its absolute position (half-split layout, arXiv 2104.09864).
+
+  Args:
+    x_BxTxHxd: queries or keys.
+    positions_BxT: int32.
+    theta: base of the frequencies, theta ** (-i / (d / 2)).
+    divisors: of the frequencies, d / 2 numbers; () for none.
+  """
   half = x_BxTxHxd.shape[-1] // 2
-  frequencies = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
+  frequencies = _frequencies(half, theta) / (np.array(divisors, np.float32) if divisors else np.float32(1))
   angles = positions_BxT[..., None, None].astype(jnp.float32) * frequencies[None, None, None, :]
   cos, sin = jnp.cos(angles), jnp.sin(angles)
   left, right = x_BxTxHxd[..., :half], x_BxTxHxd[..., half:]
   return jnp.concatenate([left * cos - right * sin, right * cos + left * sin], axis=-1)
 
 
+def _frequencies(half: int, theta: float) -> np.ndarray:
+  return np.float32(theta) ** (-np.arange(half, dtype=np.float32) / np.float32(half))
+
+
+def llama3_divisors(
+    half: int, theta: float, *, factor: float, low_frequency_factor: float, high_frequency_factor: float,
+    original_length: int,
+) -> tuple[float, ...]:
+  """What Llama 3.1 and later divide rotary frequencies by (arXiv 2407.21783; rope_type `llama3` of Hugging Face).
+
+  Waves that fit the original context more than `high_frequency_factor` times stay, those that fit it less than
+  `low_frequency_factor` times become `factor` times as long, and frequencies between are blended.
+
+  Args:
+    half: half of a head's size, as many numbers are returned.
+    theta: base of the frequencies.
+    factor: above 1.
+    low_frequency_factor: above 0.
+    high_frequency_factor: above the former.
+    original_length: positions of the original context.
+  """
+  divisors = []
+  for frequency in _frequencies(half, theta).astype(np.float64):
+    fits = original_length * frequency / (2 * math.pi)
+    kept = (fits - low_frequency_factor) / (high_frequency_factor - low_frequency_factor)
+    kept = min(max(kept, 0.0), 1.0)
+    divisors.append(float(1 / (kept + (1 - kept) / factor)))
+  return tuple(divisors)
+
+
 class GatedMLP(nn.Module):
-  """`down(silu(gate(x)) * up(x))`, as in Llama and Qwen."""
+  """`down(activation(gate(x)) * up(x))`: SwiGLU with SiLU, as in Llama and Qwen (arXiv 2002.05202)."""
 
   width: int
   dtype: jnp.dtype
+  activation: Callable[[jax.Array], jax.Array] = nn.silu
 
   @nn.compact
   def __call__(self, x):
     gate = linear(self.width, self.dtype, 'gate_proj')(x)
     up = linear(self.width, self.dtype, 'up_proj')(x)
-    return linear(x.shape[-1], self.dtype, 'down_proj')(nn.silu(gate) * up)
+    return linear(x.shape[-1], self.dtype, 'down_proj')(self.activation(gate) * up)
 
 
 def group_queries(q_BxTxHxd: jax.Array, num_kv_heads: int) -> jax.Array:

@@ -4,10 +4,10 @@ import jax
 import jax.numpy as jnp
 
 
-def causal(positions_BxT: jax.Array, num_keys: int) -> jax.Array:
+def causal(positions_BxT: jax.Array, num_keys: int, window: int = 0) -> jax.Array:
   """Keys at or before the query's own position, `[B, T, num_keys]` bool.
 
-  Key slot and position are the same number, in the cache too. Slots beyond a row's end hold padding or
+  With a window, the last `window` of them only, the query's own among them; 0 is no window. Key slot and position are the same number, in the cache too. Slots beyond a row's end hold padding or
   rejected drafts; they lie in the future of every query until they are overwritten.
 
       position   keys 0 1 2 3 4
@@ -15,7 +15,9 @@ def causal(positions_BxT: jax.Array, num_keys: int) -> jax.Array:
              2        x x x . .
              3        x x x x .
   """
-  return jnp.arange(num_keys)[None, None, :] <= positions_BxT[:, :, None]
+  keys, positions = jnp.arange(num_keys)[None, None, :], positions_BxT[:, :, None]
+  seen = keys <= positions
+  return seen & (keys > positions - window) if window else seen
 
 
 def context(anchors_BxA: jax.Array, num_keys: int, window: int = 0) -> jax.Array:

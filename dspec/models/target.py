@@ -1,9 +1,12 @@
 """The frozen target: a decoder-only language model that also hands out chosen layers' outputs.
 
+One decoder serves every family; `FAMILIES` has what sets a family's layers apart from Llama's.
+
 Keys are cached as `[B, Hkv, d, T]` and values as `[B, Hkv, T, d]`, one pair a layer: with the time axis last,
 one-token attention over the cache is a plain matrix product on every backend.
 """
 
+from collections.abc import Callable
 import dataclasses
 import functools
 from typing import Any
@@ -18,14 +21,50 @@ from dspec.models import masks
 Params = Any
 Cache = tuple[tuple[jax.Array, jax.Array], ...]
 
-FAMILIES = ('llama',)
-
 _SMALLEST_VIEW = 256  # See `_views`.
 
 
 @dataclasses.dataclass(frozen=True)
+class Family:
+  """What the layers of a family have that Llama's (arXiv 2302.13971) do not.
+
+  Attributes:
+    qkv_bias: biases on the query, key and value projections.
+    qk_norm: RMS norms of each head's queries and keys, before their rotation.
+    sandwich_norm: RMS norms of what attention and MLP add, too.
+    activation: of the MLP's gate.
+    scaled_embedding: embeddings are multiplied by sqrt(width). The head is not.
+  """
+
+  qkv_bias: bool = False
+  qk_norm: bool = False
+  sandwich_norm: bool = False
+  activation: Callable[[jax.Array], jax.Array] = nn.silu
+  scaled_embedding: bool = False
+
+
+FAMILIES: dict[str, Family] = {
+    'llama': Family(),
+    'qwen2': Family(qkv_bias=True),  # arXiv 2407.10671
+    'qwen3': Family(qk_norm=True),  # arXiv 2505.09388
+    'gemma3': Family(  # arXiv 2503.19786
+        qk_norm=True, sandwich_norm=True, activation=functools.partial(nn.gelu, approximate=True), scaled_embedding=True
+    ),
+}
+
+
+@dataclasses.dataclass(frozen=True)
 class TargetConfig:
-  """Shape of a target; hashable, a static argument of jit."""
+  """Shape of a target; hashable, a static argument of jit.
+
+  Attributes:
+    family: a key of `FAMILIES`.
+    rope_divisors: what the rotary frequencies are divided by, head_dim / 2 numbers; (): nothing. See
+      `blocks.llama3_divisors`.
+    local_layers: layers whose attention sees the last `sliding_window` positions only, the query's own among them.
+    local_rope_theta: of those layers, whose frequencies are not divided.
+    attention_scale: scores are multiplied by it; 0 stands for head_dim ** -0.5.
+  """
 
   family: str
   vocab_size: int
@@ -40,6 +79,15 @@ class TargetConfig:
   max_length: int
   tie_embeddings: bool
   eos_ids: tuple[int, ...]
+  rope_divisors: tuple[float, ...] = ()
+  local_layers: tuple[int, ...] = ()
+  sliding_window: int = 0
+  local_rope_theta: float = 0.0
+  attention_scale: float = 0.0
+
+  @property
+  def embedding_scale(self) -> float:
+    return self.width**0.5 if FAMILIES[self.family].scaled_embedding else 1.0
 
 
 def init_cache(config: TargetConfig, batch: int, length: int) -> Cache:
@@ -60,13 +108,12 @@ def write_cache(layer, k_BxTxHxd: jax.Array, v_BxTxHxd: jax.Array, positions_BxT
   return keys, values
 
 
-def _attend(q, keys, values, positions_BxT, view):
-  """Softmax attention of grouped queries over the first `view` cache slots."""
+def _attend(q, keys, values, positions_BxT, view, window):
+  """Softmax attention of grouped, scaled queries over the first `view` cache slots."""
   keys, values = keys[..., :view], values[:, :, :view]
-  scale = q.shape[-1] ** -0.5
-  scores = jnp.einsum('bhqd,bhdt->bhqt', q * scale, keys, preferred_element_type=jnp.float32)
+  scores = jnp.einsum('bhqd,bhdt->bhqt', q, keys, preferred_element_type=jnp.float32)
   groups = q.shape[2] // positions_BxT.shape[1]
-  mask = jnp.tile(masks.causal(positions_BxT, view), (1, groups, 1))[:, None]
+  mask = jnp.tile(masks.causal(positions_BxT, view, window), (1, groups, 1))[:, None]
   weights = jax.nn.softmax(jnp.where(mask, scores, -jnp.inf), axis=-1)
   return jnp.einsum('bhqt,bhtd->bhqd', weights, values, preferred_element_type=jnp.float32)
 
@@ -84,10 +131,14 @@ def _views(size: int) -> list[int]:
   return [*views, size]
 
 
-def cached_attention(q_BxTxHxd, layer, positions_BxT) -> jax.Array:
+def cached_attention(q_BxTxHxd, layer, positions_BxT, window: int = 0) -> jax.Array:
   """Causal attention over a cache, `[B, T, H*d]`; the work follows the longest row, not the cache.
 
-  Positions outside the cache mark rows that have finished; what comes back for them has no meaning.
+  Args:
+    q_BxTxHxd: queries, scaled.
+    layer: (keys, values) of the cache.
+    positions_BxT: int32. Those outside the cache mark rows that have finished; what comes back for them has no meaning.
+    window: see `masks.causal`.
   """
   keys, values = layer
   size = keys.shape[-1]
@@ -97,25 +148,36 @@ def cached_attention(q_BxTxHxd, layer, positions_BxT) -> jax.Array:
   branch = (longest > jnp.array(views)).sum()
   out = jax.lax.switch(
       branch,
-      [lambda *args, view=view: _attend(*args, view) for view in views],
+      [lambda *args, view=view: _attend(*args, view, window) for view in views],
       q, keys, values, positions_BxT,
   )
   return blocks.ungroup_queries(out, q_BxTxHxd.shape[2])
 
 
-def tree_attention(q_BxNxHxd, k_BxNxHkvxd, v_BxNxHkvxd, layer, starts_B, sees_BxNxN) -> jax.Array:
-  """Attention of a tree's nodes over [cache below the tree ; the nodes that each may see], `[B, N, H*d]`."""
+def tree_attention(
+    q_BxNxHxd, k_BxNxHkvxd, v_BxNxHkvxd, layer, positions_BxN, starts_B, sees_BxNxN, window: int = 0
+) -> jax.Array:
+  """Attention of a tree's nodes over [cache below the tree ; the nodes that each may see], `[B, N, H*d]`.
+
+  Queries are scaled; with a window, see `masks.causal`, a node sees only what is near its own position.
+  """
   keys, values = layer
-  b, n, h, d = q_BxNxHxd.shape
-  q = blocks.group_queries(q_BxNxHxd, keys.shape[1]) * d**-0.5
+  n, h = q_BxNxHxd.shape[1:3]
+  q = blocks.group_queries(q_BxNxHxd, keys.shape[1])
   groups = q.shape[2] // n
+  rows = lambda mask: jnp.tile(mask, (1, groups, 1))[:, None]
+  if window:
+    sees_BxNxN = sees_BxNxN & (positions_BxN[:, None, :] > positions_BxN[:, :, None] - window)
   own = jnp.einsum('bhqd,bnhd->bhqn', q, k_BxNxHkvxd, preferred_element_type=jnp.float32)
-  own = jnp.where(jnp.tile(sees_BxNxN, (1, groups, 1))[:, None], own, -jnp.inf)
+  own = jnp.where(rows(sees_BxNxN), own, -jnp.inf)
 
   def attend(view):
     past = jnp.einsum('bhqd,bhdt->bhqt', q, keys[..., :view], preferred_element_type=jnp.float32)
-    below = jnp.arange(view)[None, :] < starts_B[:, None]
-    scores = jnp.concatenate([jnp.where(below[:, None, None, :], past, -jnp.inf), own], -1)
+    below = masks.context(starts_B[:, None], view)
+    if window:
+      below = below & masks.causal(positions_BxN, view, window)
+    below = rows(jnp.broadcast_to(below, (below.shape[0], n, view)))
+    scores = jnp.concatenate([jnp.where(below, past, -jnp.inf), own], -1)
     weights = jax.nn.softmax(scores, axis=-1)
     out = jnp.einsum(
         'bhqt,bhtd->bhqd', weights[..., :view], values[:, :, :view], preferred_element_type=jnp.float32
@@ -134,37 +196,42 @@ def tree_attention(q_BxNxHxd, k_BxNxHkvxd, v_BxNxHkvxd, layer, starts_B, sees_Bx
 class Attention(nn.Module):
   config: TargetConfig
   dtype: jnp.dtype
+  is_local: bool
 
   @nn.compact
   def __call__(self, x, positions_BxT, layer, tree=None):
-    c = self.config
-    b, t, _ = x.shape
-    q = blocks.linear(c.num_heads * c.head_dim, self.dtype, 'q_proj')(x)
-    k = blocks.linear(c.num_kv_heads * c.head_dim, self.dtype, 'k_proj')(x)
-    v = blocks.linear(c.num_kv_heads * c.head_dim, self.dtype, 'v_proj')(x)
-    q = blocks.rotary(q.reshape(b, t, c.num_heads, c.head_dim), positions_BxT, c.rope_theta)
-    k = blocks.rotary(k.reshape(b, t, c.num_kv_heads, c.head_dim), positions_BxT, c.rope_theta)
-    v = v.reshape(b, t, c.num_kv_heads, c.head_dim)
+    c, family = self.config, FAMILIES[self.config.family]
+    project = lambda heads, name: blocks.linear(heads * c.head_dim, self.dtype, name, bias=family.qkv_bias)(x).reshape(
+        *x.shape[:2], heads, c.head_dim
+    )
+    q, k, v = project(c.num_heads, 'q_proj'), project(c.num_kv_heads, 'k_proj'), project(c.num_kv_heads, 'v_proj')
+    if family.qk_norm:
+      q, k = blocks.rms_norm(c.norm_eps, 'q_norm')(q), blocks.rms_norm(c.norm_eps, 'k_norm')(k)
+    theta, divisors = (c.local_rope_theta, ()) if self.is_local else (c.rope_theta, c.rope_divisors)
+    q, k = (blocks.rotary(x, positions_BxT, theta, divisors) for x in (q, k))
+    q *= c.attention_scale or c.head_dim**-0.5
+    window = c.sliding_window if self.is_local else 0
     if tree is None:
       layer = write_cache(layer, k, v, positions_BxT)
-      out = cached_attention(q, layer, positions_BxT)
+      out = cached_attention(q, layer, positions_BxT, window)
     else:
-      out, layer = tree_attention(q, k, v, layer, *tree), (k, v)
+      out, layer = tree_attention(q, k, v, layer, positions_BxT, *tree, window), (k, v)
     return blocks.linear(c.width, self.dtype, 'o_proj')(out), layer
 
 
 class Layer(nn.Module):
   config: TargetConfig
   dtype: jnp.dtype
+  is_local: bool
 
   @nn.compact
   def __call__(self, x, positions_BxT, layer, tree=None):
-    c = self.config
-    h = blocks.rms_norm(c.norm_eps, 'attn_norm')(x)
-    h, layer = Attention(c, self.dtype, name='attn')(h, positions_BxT, layer, tree)
-    x = x + h
-    h = blocks.rms_norm(c.norm_eps, 'mlp_norm')(x)
-    return x + blocks.GatedMLP(c.mlp_width, self.dtype, name='mlp')(h), layer
+    c, family = self.config, FAMILIES[self.config.family]
+    norm = lambda name: blocks.rms_norm(c.norm_eps, name)
+    h, layer = Attention(c, self.dtype, self.is_local, name='attn')(norm('attn_norm')(x), positions_BxT, layer, tree)
+    x += norm('attn_post_norm')(h) if family.sandwich_norm else h
+    h = blocks.GatedMLP(c.mlp_width, self.dtype, family.activation, name='mlp')(norm('mlp_norm')(x))
+    return x + (norm('mlp_post_norm')(h) if family.sandwich_norm else h), layer
 
 
 class Target(nn.Module):
@@ -192,14 +259,16 @@ class Target(nn.Module):
       `[B, T, Hkv, d]`, for `write_cache`.
     """
     c = self.config
-    x = nn.Embed(c.vocab_size, c.width, name='embed')(tokens_BxT).astype(jnp.float32)
+    x = nn.Embed(c.vocab_size, c.width, name='embed')(tokens_BxT).astype(jnp.float32) * c.embedding_scale
     features, new_cache = [], []
     for i in range(c.num_layers):
-      x, layer = Layer(c, self.dtype, name=f'layers_{i}')(x, positions_BxT, cache[i], tree)
+      x, layer = Layer(c, self.dtype, i in c.local_layers, name=f'layers_{i}')(x, positions_BxT, cache[i], tree)
       new_cache.append(layer)
       if i in taps:
         features.append(x)
     hidden = blocks.rms_norm(c.norm_eps, 'norm')(x)
+    if self.is_initializing() and not c.tie_embeddings:
+      blocks.linear(c.vocab_size, self.dtype, 'lm_head')(hidden)  # For `logits`, which needs it alone.
     features = jnp.concatenate(features, -1) if taps else jnp.zeros((*tokens_BxT.shape, 0))
     return hidden, features, tuple(new_cache)
 
@@ -223,11 +292,15 @@ def project(head_VxD: jax.Array, hidden_xD: jax.Array, dtype: jnp.dtype) -> jax.
   return blocks.matmul(rows, head_VxD.T, dtype).reshape(*hidden_xD.shape[:-1], -1)
 
 
-def embed(params: Params, tokens: jax.Array) -> jax.Array:
-  """The target's own token embeddings, float32 `[..., D]`."""
-  return params['embed']['embedding'][tokens].astype(jnp.float32)
+def embed(config: TargetConfig, params: Params, tokens: jax.Array) -> jax.Array:
+  """The target's own token embeddings, as its first layer sees them, float32 `[..., D]`."""
+  return params['embed']['embedding'][tokens].astype(jnp.float32) * config.embedding_scale
 
 
 def cast(params: Params, dtype: jnp.dtype) -> Params:
-  """Matrices in `dtype` (once, so that no step repeats the cast); norm scales, and whole numbers, stay as they are."""
-  return jax.tree.map(lambda x: x.astype(dtype) if x.ndim > 1 else x, params)
+  """Matrices in `dtype`, once, so that no step repeats the cast; norm scales, and whole numbers, stay as they are.
+
+  Nothing is widened: that would take memory and change no result.
+  """
+  size = jnp.dtype(dtype).itemsize
+  return jax.tree.map(lambda x: x.astype(dtype) if x.ndim > 1 and x.dtype.itemsize > size else x, params)

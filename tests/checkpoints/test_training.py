@@ -13,7 +13,7 @@ from dspec.errors import UserError
 
 @pytest.fixture(scope='module')
 def paths(tmp_path_factory):
-  rows = [(list(range(10 * i, 10 * i + 9)), 2) for i in range(1, 8)]
+  rows = [(list(range(10 * i, 10 * i + 9)), [False] * 2 + [True] * 7) for i in range(1, 8)]
   return features.write(tmp_path_factory.mktemp('rows'), None, None, rows, ())
 
 

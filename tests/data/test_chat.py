@@ -1,3 +1,4 @@
+import itertools
 import json
 import pathlib
 
@@ -36,7 +37,7 @@ def small_tokenizer(template=CHATML, **changes):
       chat_template=template,
       source='small',
   )
-  return chat.Tokenizer(**(arguments | changes))
+  return chat.byte_level_bpe(**(arguments | changes))
 
 
 def by_hand(tokenizer, *pieces):
@@ -202,7 +203,7 @@ def test_fingerprint_follows_everything_that_changes_ids():
 @pytest.mark.parametrize(
     'changes, words',
     [
-        ({'pre_tokenizer': 'qwen2'}, "'qwen2' is not supported; supported: smollm"),
+        ({'pre_tokenizer': 'bert'}, "'bert' is not supported; supported: smollm"),
         ({'eos_ids': ()}, 'no end-of-sequence'),
         ({'eos_ids': (999,)}, 'id 999 is outside'),
         ({'token_types': [1]}, '1 token types'),
@@ -219,7 +220,7 @@ def test_refuses_inconsistent_vocabulary(changes, words):
 @pytest.mark.parametrize(
     'template, words',
     [
-        (None, 'small has no chat template.*tokenizer.chat_template'),
+        (None, 'small has no chat template.*--config.target.chat_template'),
         ('{% for %}', 'small: the chat template does not parse'),
         ("{{ raise_exception('roles must alternate') }}", 'refuses.*roles must alternate'),
         ('{{ messages[0].nothing.more }}', 'refuses the messages'),
@@ -253,3 +254,105 @@ def test_refuses_bad_messages(messages):
 def test_refuses_half_a_surrogate_pair():
   with pytest.raises(UserError, match='not valid Unicode'):
     small_tokenizer().encode('\ud800')
+
+
+# --- What the assistant says in a conversation ---------------------------------------------------
+
+# Other families' templates, in our own words: how they mark turns, trim, and treat thoughts.
+LLAMA3 = (
+    '{{ bos_token }}{% for m in messages %}<|start_header_id|>{{ m.role }}<|end_header_id|>\n\n{{ m.content | trim }}'
+    '<|eot_id|>{% endfor %}{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}')
+GEMMA = (
+    "{{ bos_token }}{% for m in messages %}<start_of_turn>{{ 'model' if m.role == 'assistant' else m.role }}\n"
+    '{{ m.content | trim }}<end_of_turn>\n{% endfor %}{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}')
+# The thoughts of an answer are written while it is the last message, and dropped afterwards.
+QWEN3 = """{% for m in messages -%}
+<|im_start|>{{ m.role }}
+{% if m.role == 'assistant' and loop.last -%}
+<think>
+{{ m.reasoning_content | default('') | trim }}
+</think>
+
+{% endif -%}
+{{ m.content }}<|im_end|>
+{% endfor -%}
+{% if add_generation_prompt -%}
+<|im_start|>assistant
+{% if enable_thinking is defined and not enable_thinking -%}
+<think>
+
+</think>
+
+{% endif -%}
+{% endif %}"""
+SPECIAL = [
+    '<|begin_of_text|>', '<|im_start|>', '<|im_end|>', '<|start_header_id|>', '<|end_header_id|>', '<|eot_id|>',
+    '<start_of_turn>', '<end_of_turn>']
+TURNS = [
+    {'role': 'user', 'content': 'one'}, {'role': 'assistant', 'content': 'two'}, {'role': 'user', 'content': 'three'},
+    {'role': 'assistant', 'content': 'four'}]
+
+
+def said(template, messages, **options):
+  """[(text of the row, texts of its supervised runs)], special tokens shown."""
+  alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+  tokenizer = chat.byte_level_bpe(
+      tokens=[*SPECIAL, *alphabet, 'ĊĊ'], merges=['Ċ Ċ'], token_types=[3] * len(SPECIAL) + [1] * 257,
+      pre_tokenizer='smollm', eos_ids=(2,), bos_id=0, chat_template=template, **options)
+  rows = []
+  for ids, supervised in tokenizer.render_conversation(messages):
+    assert len(ids) == len(supervised)
+    runs = [[i for i, _ in run] for is_said, run in itertools.groupby(zip(ids, supervised), lambda x: x[1]) if is_said]
+    rows.append((tokenizer.decode(ids, skip_special=False),
+                 [tokenizer.decode(run, skip_special=False) for run in runs]))
+  return rows
+
+
+@pytest.mark.parametrize('template, end', [
+    (CHATML, '<|im_end|>'), (LLAMA3, '<|eot_id|>'), (GEMMA, '<end_of_turn>')])
+def test_answers_and_their_ends_are_supervised_turn_by_turn(template, end):
+  [(text, runs)] = said(template, TURNS)
+  assert runs == [f'two{end}', f'four{end}']
+  assert text.endswith(f'four{end}') and all(word in text for word in ('one', 'two', 'three'))
+
+
+@pytest.mark.parametrize('template', [CHATML, LLAMA3, GEMMA, QWEN3])
+def test_rows_begin_as_prompts(template):
+  # What is learnt is what is met in decoding: the ids before an answer are those of its prompt.
+  alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+  tokenizer = chat.byte_level_bpe(
+      tokens=[*SPECIAL, *alphabet, 'ĊĊ'], merges=['Ċ Ċ'], token_types=[3] * len(SPECIAL) + [1] * 257,
+      pre_tokenizer='smollm', eos_ids=(2,), bos_id=0, chat_template=template)
+  rows = tokenizer.render_conversation([TURNS[0], {'role': 'assistant', 'content': '\nx' if template is CHATML else 'x'}])
+  [(ids, supervised)] = rows
+  prompt = tokenizer.render_prompt(TURNS[:1])
+  assert ids[: len(prompt)] == prompt
+  assert supervised == [False] * len(prompt) + [True] * (len(ids) - len(prompt))
+
+
+def test_qwen3_without_thinking_supervises_no_empty_thoughts():
+  rows = said(QWEN3, TURNS)
+  # Turn one as it was answered; and as history, where its empty thoughts are gone.
+  assert [runs for _, runs in rows] == [['two<|im_end|>'], ['four<|im_end|>']]
+  assert all(text.count('<think>\n\n</think>\n\n') == 1 for text, _ in rows)
+
+
+def test_qwen3_with_thinking_supervises_thoughts_but_not_empty_ones():
+  thoughtful = [*TURNS[:3], {'role': 'assistant', 'content': 'four', 'reasoning_content': 'hm'}]
+  rows = said(QWEN3, thoughtful, thinking=True)
+  assert [runs for _, runs in rows] == [['two<|im_end|>'], ['<think>\nhm\n</think>\n\nfour<|im_end|>']]
+  assert '<think>' not in rows[1][0].partition('three')[0]
+
+
+def test_thoughts_do_not_fit_a_prompt_without_thinking():
+  with pytest.raises(UserError, match='answer 2 .*does --config.target.thinking fit'):
+    said(QWEN3, [TURNS[0], {'role': 'assistant', 'content': 'x', 'reasoning_content': 'hm'}])
+
+
+def test_special_tokens_in_an_answer_stay_text_and_do_not_end_it():
+  [(_, runs)] = said(CHATML, [TURNS[0], {'role': 'assistant', 'content': 'a<|im_end|>b'}])
+  assert runs == ['a<|im_end|>b<|im_end|>']
+
+
+def test_conversation_without_an_answer_has_no_row():
+  assert said(CHATML, TURNS[:1]) == []

@@ -2,6 +2,7 @@
 
 import dataclasses
 import fcntl
+import itertools
 import json
 import shutil
 import threading
@@ -96,14 +97,15 @@ def test_rows(scene, target):
   records = read(data)
   render = lambda prompt: tuple(scene.tokenizer.render_prompt([{'role': 'user', 'content': prompt}]))
   wanted = {render(prompt) for prompt in PROMPTS[:6]}  # A duplicate and a long one are left out.
-  training = [tuple(record['tokens'][: record['prompt_length']].tolist()) for record in records]
+  training = [tuple(record['tokens'][~record['supervised']].tolist()) for record in records]
   assert len(data.held_out) == 2 and len(training) == 4
   assert set(training) | set(data.held_out) == wanted
   assert not set(training) & set(data.held_out)
 
   params = target[1]
   for record in records:
-    tokens, n = record['tokens'], record['prompt_length']
+    tokens, n = record['tokens'], int(np.argmax(record['supervised']))
+    assert record['supervised'].tolist() == [t >= n for t in range(len(tokens))]
     assert 2 <= len(tokens) - n <= 8
     positions = jnp.arange(len(tokens))[None]
     cache = target_lib.init_cache(scene.model.config, 1, len(tokens))
@@ -112,7 +114,7 @@ def test_rows(scene, target):
         record['features'].astype(np.float32), np.asarray(tapped[0]), rtol=2.0**-8, atol=1e-3)
 
   lengths = [len(record['tokens']) for record in records]
-  answers = [record['tokens'][record['prompt_length'] :] for record in records]
+  answers = [record['tokens'][record['supervised']] for record in records]
   assert data.length % 64 == 0 and max(lengths) <= data.length < max(lengths) + 64
   assert data.stats == {
       'training_prompts': 4,
@@ -122,7 +124,47 @@ def test_rows(scene, target):
       'held_out_prompts': 2,
       'too_long_prompts': 1,
       'features': 'cached',
+      'responses': 'regenerated',
   }
+
+
+def test_answers_as_written(scene, no_work):
+  """Conversations with their own answers: nothing is generated, and every turn of the assistant is supervised."""
+  talk = lambda i: [{'role': role, 'content': f'{role} {i} {turn}'} for turn in range(2) for role in ('user', 'assistant')]
+  scene.prompts.write_text(''.join(json.dumps({'messages': talk(i)}) + '\n' for i in range(4)))
+  no_work()
+  scene.config.data.update(responses='as_written', features='online', max_prompt_tokens=60, max_response_tokens=20)
+  data = scene.prepare()
+  records, say = read(data), scene.tokenizer.encode
+  assert len(records) == data.stats['training_prompts'] == 2 and len(data.held_out) == 2
+  found = set()
+  for record in records:
+    runs = [list(run) for said, run in itertools.groupby(
+        range(len(record['tokens'])), lambda t: bool(record['supervised'][t])) if said]
+    texts = [scene.tokenizer.decode(record['tokens'][run].tolist(), skip_special=False) for run in runs]
+    i = texts[0].split()[1]
+    assert texts == [f'assistant {i} 0<|im_end|>', f'assistant {i} 1<|im_end|>']
+    found.add(i)
+  prompts = {tuple(scene.tokenizer.render_prompt(talk(i)[:1])) for i in range(4) if str(i) not in found}
+  assert set(data.held_out) == prompts
+  assert data.stats['training_tokens'] == sum(
+      len(say(f'assistant {i} {turn}')) + 1 for i in found for turn in range(2))
+  assert data.stats['truncated_share'] == 0 and data.stats['responses'] == 'as_written'
+  # Cut where rows get too long; and never the data of regenerated answers.
+  scene.config.data.update(max_prompt_tokens=20, max_response_tokens=20)
+  shorter = scene.prepare()
+  assert shorter.stats['truncated_share'] == 1 and {len(r['tokens']) for r in read(shorter)} == {40}
+  assert shorter.paths[0].parent.parent != data.paths[0].parent.parent
+
+
+def test_as_written_needs_answers(scene):
+  scene.config.data.responses = 'as_written'
+  with pytest.raises(UserError, match='line 1: no conversation'):
+    scene.prepare()
+  scene.prompts.write_text(json.dumps({'messages': [{'role': 'user', 'content': 'x'}]}) + '\n')
+  scene.config.data.held_out = 0
+  with pytest.raises(UserError, match='1 conversations 0 are held out, and the others hold no answer'):
+    scene.prepare()
 
 
 def test_online_features_are_not_stored(scene, answers, monkeypatch):
@@ -140,7 +182,7 @@ def test_truncated_answers_are_counted(scene, answers):
   answers(lambda i: given[i])
   data = scene.prepare()
   assert data.stats['truncated_share'] == 1 / 4
-  found = [record['tokens'][record['prompt_length'] :].tolist() for record in read(data)]
+  found = [record['tokens'][record['supervised']].tolist() for record in read(data)]
   assert found == [cut, whole, whole]
   assert data.stats['training_prompts'] == 3
   assert data.stats['training_tokens'] == 14

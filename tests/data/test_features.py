@@ -64,13 +64,13 @@ def test_record_round_trip():
   bits = rng.integers(0, 2**16, (7, 5), dtype=np.uint16)  # Infinities and NaN among them.
   array = bits.view(ml_dtypes.bfloat16)
   for given in (array, np.asfortranarray(array), np.repeat(array, 2, 1)[:, ::2]):
-    record = features.decode_record(features.encode_record([3, 1, 49151], 2, given))
+    record = features.decode_record(features.encode_record([3, 1, 49151], [False, False, True], given))
     assert record['features'].dtype == ml_dtypes.bfloat16
     np.testing.assert_array_equal(record['features'].view(np.uint16), bits)
     assert record['tokens'].dtype == np.int32
     assert record['tokens'].tolist() == [3, 1, 49151]
-    assert record['prompt_length'] == 2
-  assert 'features' not in features.decode_record(features.encode_record([3], 1, None))
+    assert record['supervised'].tolist() == [False, False, True]
+  assert 'features' not in features.decode_record(features.encode_record([3], [False], None))
 
 
 # ---- Files -----------------------------------------------------------------------------------------
@@ -79,7 +79,7 @@ def test_record_round_trip():
 @pytest.fixture(scope='module')
 def rows():
   rng = np.random.default_rng(1)
-  return [(rng.integers(0, 23, n).tolist(), min(n, 3)) for n in (40, 5, 33, 64, 2, 12, 32)]
+  return [(rng.integers(0, 23, n).tolist(), rng.integers(0, 2, n).astype(bool).tolist()) for n in (40, 5, 33, 64, 2, 12, 32)]
 
 
 @pytest.fixture
@@ -101,9 +101,9 @@ def test_write(write, rows, expected, tmp_path):
   assert len(paths) == 3
   records = read(paths)
   assert len(records) == len(rows)
-  for record, (tokens, prompt_length) in zip(records, rows):
+  for record, (tokens, supervised) in zip(records, rows):
     assert record['tokens'].tolist() == tokens
-    assert record['prompt_length'] == prompt_length
+    assert record['supervised'].tolist() == supervised
     close(record['features'], expected([tokens])[0])
 
 
@@ -181,5 +181,5 @@ def test_check_disk(disk, tmp_path):
 def test_the_estimate_covers_a_row_of_the_default_target(tmp_path, disk):
   disk(10**12)
   wide = np.zeros((200, 2880), ml_dtypes.bfloat16)
-  size = len(features.encode_record([0] * 200, 10, wide))
+  size = len(features.encode_record([0] * 200, [True] * 200, wide))
   assert size <= features.check_disk(tmp_path, 200, 2880) <= 1.1 * size

@@ -21,6 +21,10 @@ def make_rows():
       for n, prompt in SHAPES]
 
 
+def after(prompt, tokens):
+  return [t >= prompt for t in range(len(tokens))]
+
+
 @pytest.fixture(scope='module')
 def paths(tmp_path_factory):
   """Two files."""
@@ -31,7 +35,8 @@ def paths(tmp_path_factory):
     result.append(folder / f'{name}.array_record')
     writer = array_record_module.ArrayRecordWriter(str(result[-1]), 'group_size:1')
     for row in part:
-      writer.write(features.encode_record(*row))
+      tokens, prompt, array = row
+      writer.write(features.encode_record(tokens, after(prompt, tokens), array))
     writer.close()
   return result
 
@@ -60,7 +65,7 @@ def equal(a, b):
 @pytest.mark.parametrize('with_features', [True, False])
 def test_make_row(case, with_features):
   tokens, prompt, array = make_rows()[case]
-  record = features.encode_record(tokens, prompt, array if with_features else None)
+  record = features.encode_record(tokens, after(prompt, tokens), array if with_features else None)
   kept = min(len(tokens), LENGTH)
   for seed in range(20):
     row = pipeline.make_row(record, np.random.default_rng(seed), length=LENGTH, anchors=ANCHORS)
@@ -82,9 +87,18 @@ def test_make_row(case, with_features):
       assert not row['features'][kept:].astype(np.float32).any()
 
 
+def test_anchors_lie_in_answers_with_their_labels():
+  # Two answers, one of them a single token, and a third that the row's end cuts off.
+  supervised = [False, True, True, True, False, True, False, False, *[True] * 9]
+  record = features.encode_record(list(range(1, 18)), supervised, None)
+  row = pipeline.make_row(record, np.random.default_rng(0), length=12, anchors=8)
+  assert row['anchors'][row['is_anchor']].tolist() == [1, 2, 8, 9, 10]
+  assert row['supervised'].tolist() == supervised[:12]
+
+
 def test_every_anchor_is_drawn_as_often():
   tokens, prompt, _ = make_rows()[0]  # Eight positions for four slots.
-  record = features.encode_record(tokens, prompt, None)
+  record = features.encode_record(tokens, after(prompt, tokens), None)
   rng = np.random.default_rng(0)
   counts = np.zeros(LENGTH)
   for _ in range(4000):
@@ -140,7 +154,7 @@ def test_a_restored_iterator_goes_on_where_it_was(paths, taken):
 
 
 def test_rows_without_any_anchor(tmp_path):
-  path = features.write(tmp_path, None, None, [([1, 2, 3], 3)] * 2, ())
+  path = features.write(tmp_path, None, None, [([1, 2, 3], [False] * 3)] * 2, ())
   batch = next(iterator(path))
   assert not batch['is_anchor'].any() and not batch['supervised'].any()
   assert batch['tokens'].tolist() == [[1, 2, 3] + [0] * 13] * 2

@@ -49,6 +49,39 @@ def test_bad_line(tmp_path, line, message):
   assert str(path) in str(info.value)
 
 
+TALK = [{'role': 'system', 'content': 's'}, {'role': 'user', 'content': 'u'}, {'role': 'assistant', 'content': 'a'}]
+
+
+@pytest.mark.parametrize('record, messages', [
+    ({'messages': TALK, 'id': 3}, TALK),
+    ({'conversations': [{'from': 'system', 'value': 's'}, {'from': 'human', 'value': 'u'}, {'from': 'gpt', 'value': 'a'}]},
+     TALK),
+    ({'prompt': 'u', 'response': 'a'}, TALK[1:]),
+])
+def test_conversations(tmp_path, record, messages):
+  path = tmp_path / 'talk.jsonl'
+  path.write_text(json.dumps(record) + '\n\n' + json.dumps(record))
+  assert prompts.read_conversations(path) == [messages] * 2
+  assert prompts.read(str(path)) == ['u'] * 2  # To be answered anew.
+
+
+@pytest.mark.parametrize('record, message', [
+    ({'prompt': 'u'}, 'line 1: no conversation'),
+    ({'messages': 'u'}, 'line 1: no conversation'),
+    ({'messages': ['u']}, 'line 1: no conversation'),
+    ({'messages': []}, 'line 1: the conversation must begin with a prompt'),
+    ({'messages': TALK[2:]}, 'line 1: the conversation must begin with a prompt'),
+    ({'messages': [*TALK, {'role': 'tool', 'content': 'x'}]}, "line 1, message 4: role 'tool'; there are system, user"),
+    ({'messages': [*TALK, {'role': 'user'}]}, 'line 1, message 4 must be a text, not None'),
+    ({'conversations': [{'from': 'human', 'value': ''}]}, 'line 1, message 1 is empty'),
+])
+def test_bad_conversation(tmp_path, record, message):
+  path = tmp_path / 'talk.jsonl'
+  path.write_text(json.dumps(record))
+  with pytest.raises(UserError, match=message):
+    prompts.read_conversations(path)
+
+
 @pytest.mark.parametrize('content', [b'', b'\n  \n'])
 def test_file_without_prompts(tmp_path, content):
   with pytest.raises(UserError, match='holds no prompt'):

@@ -442,7 +442,7 @@ def training_drafts(drafter, drafter_params, target_params, target, text, featur
   blocks = drafter_lib.block_tokens(
       jnp.take_along_axis(text, anchors, 1), drafter.config)
   hidden = drafter.apply(
-      {'params': drafter_params}, features, target_lib.embed(target_params, blocks), anchors)
+      {'params': drafter_params}, features, target_lib.embed(target.config, target_params, blocks), anchors)
   return target_lib.logits(target_params, hidden[:, :, 1:], target.dtype)
 
 

@@ -46,6 +46,19 @@ def lineage(tree, row, node):
   return path
 
 
+@few
+@given(seed=seeds, vocab=st.sampled_from([7, 640, 1000]), k=st.sampled_from([1, 3, 7]))
+def test_largest_by_sorting(seed, vocab, k):
+  # Few different values, so that there are ties, and rows whose largest values are neighbours.
+  x = np.random.default_rng(seed).integers(-40, 40, (2, 3, vocab)).astype(np.float32)
+  x[0, 0] = np.sort(x[0, 0])
+  x[1, 1, : vocab // 2] = -np.inf
+  values, indices = trees.largest(jnp.asarray(x), k, group=16)
+  np.testing.assert_array_equal(values, -np.sort(-x, -1)[..., :k])
+  np.testing.assert_array_equal(np.take_along_axis(x, np.asarray(indices), -1), values)
+  assert all(len(set(row)) == k for row in np.asarray(indices).reshape(-1, k).tolist())
+
+
 # ---- What a tree holds -----------------------------------------------------------------------------
 
 

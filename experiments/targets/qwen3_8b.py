@@ -1,0 +1,26 @@
+"""All three terms on Qwen3-8B, thinking off.
+
+  python -m dspec.main --config=experiments/targets/qwen3_8b.py
+
+For accelerators, with the settings of the paper (`dspec.config.use_paper_scale`); `:smoke` runs the whole path in tiny
+numbers. The model comes from the Hugging Face Hub (Apache-2.0).
+Not trained yet by us: there is no expected number.
+"""
+
+import ml_collections
+
+from dspec import config as config_lib
+
+
+def get_config(budget: str = '') -> ml_collections.ConfigDict:
+  config = config_lib.default(budget)
+  config.experiment = 'qwen3_8b'
+  config.target.path = 'hub:Qwen/Qwen3-8B'
+  config.drafter.target_layers = (0, 10, 20, 30)
+  config.drafter.mask_token_id = 151669  # A row of the embedding behind the last token.
+  config.loss.gamma = 10.0
+  config.loss.first_error = 0.3
+  config.loss.chain = 40.0
+  if budget != 'smoke':
+    config_lib.use_paper_scale(config)
+  return config
