@@ -19,5 +19,6 @@ setuptools.setup(
     extras_require={
         'test': ['pytest', 'hypothesis', 'nbclient', 'ipykernel'],
         'benchmark': ['torch', 'transformers'],
+        'interop': ['torch', 'transformers'],  # Parity tests against independent implementations.
     },
 )

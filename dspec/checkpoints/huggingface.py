@@ -30,12 +30,12 @@ _ARCHITECTURES = {
     'Qwen3ForCausalLM': 'qwen3',
     'Gemma3ForCausalLM': 'gemma3',
 }
-_INDEX, _WEIGHTS = 'model.safetensors.index.json', 'model.safetensors'
+INDEX, _WEIGHTS = 'model.safetensors.index.json', 'model.safetensors'
 _GEMMA3_PATTERN = 6  # Every sixth layer is global, where the file does not say more.
 # All that decides a target, of what a folder may hold.
 _PATTERNS = (
     'config.json', 'generation_config.json', 'tokenizer.json', 'tokenizer_config.json', 'chat_template.jinja',
-    _INDEX, '*.safetensors',
+    INDEX, '*.safetensors',
 )
 
 
@@ -251,15 +251,7 @@ def load_params(
     place: tensors_lib.Placement | None = None,
 ) -> dict[str, Any]:
   """The parameters of a target, see `load_target`."""
-  names = _LAYER_NAMES
-  if target_lib.FAMILIES[config.family].sandwich_norm:
-    names = names | _SANDWICH_NAMES
-  # Gemma keeps what its norms' scales are above one.
-  above_one = lambda path: (lambda x: x.astype(np.float32) + 1) if path[-1] == 'scale' else None
-  rules = tensors_lib.rules(
-      config, _NAMES, {path: f'model.layers.{{}}.{name}' for path, name in names.items()},
-      above_one if config.family == 'gemma3' else lambda path: None,
-  )
+  rules = tensor_rules(config)
   files = weight_files(folder)
   shapes = {name: tuple(files[name].get_slice(name).get_shape()) for name in files}
   order = {file: i for i, file in enumerate(dict.fromkeys(files.values()))}
@@ -269,6 +261,19 @@ def load_params(
       # Frequencies are computed; and a tied head may be stored a second time.
       known_spare=lambda name: name.endswith('rotary_emb.inv_freq') or (
           config.tie_embeddings and name == 'lm_head.weight'),
+  )
+
+
+def tensor_rules(config: target_lib.TargetConfig) -> dict[str, tensors_lib.Rule]:
+  """A rule for each tensor of a checkpoint, by its name there."""
+  names = _LAYER_NAMES
+  if target_lib.FAMILIES[config.family].sandwich_norm:
+    names = names | _SANDWICH_NAMES
+  # Gemma keeps what its norms' scales are above one.
+  above_one = lambda path: (lambda x: x.astype(np.float32) + 1) if path[-1] == 'scale' else None
+  return tensors_lib.rules(
+      config, _NAMES, {path: f'model.layers.{{}}.{name}' for path, name in names.items()},
+      above_one if config.family == 'gemma3' else lambda path: None,
   )
 
 
@@ -290,27 +295,27 @@ def weight_files(folder: pathlib.Path) -> dict[str, Any]:
   Raises:
     UserError: for missing, unreadable or damaged files, and tensors that are not where the index says.
   """
-  if not (folder / _INDEX).exists():
+  if not (folder / INDEX).exists():
     file = _open(folder / _WEIGHTS)
     return {name: file for name in file.keys()}
-  index = _read_json(folder / _INDEX).get('weight_map')
+  index = _read_json(folder / INDEX).get('weight_map')
   if not isinstance(index, Mapping) or not all(isinstance(name, str) for name in index.values()):
-    raise UserError(f'{folder / _INDEX}: "weight_map" must hold the file of each tensor')
+    raise UserError(f'{folder / INDEX}: "weight_map" must hold the file of each tensor')
   missing = sorted({name for name in index.values() if not (folder / name).is_file()})
   if missing:
-    raise UserError(f'{folder / _INDEX} names files that are not there: {", ".join(missing)}; fetch them again')
+    raise UserError(f'{folder / INDEX} names files that are not there: {", ".join(missing)}; fetch them again')
   files = {name: _open(folder / name) for name in sorted(set(index.values()))}
   held = {name: set(file.keys()) for name, file in files.items()}
   lost = [name for name, file in index.items() if name not in held[file]]
   if lost:
-    raise UserError(f'{folder / _INDEX}: {index[lost[0]]} lacks {lost[0]}, and {len(lost) - 1} more are not where the '
+    raise UserError(f'{folder / INDEX}: {index[lost[0]]} lacks {lost[0]}, and {len(lost) - 1} more are not where the '
                     'index says; fetch the model again')
   return {name: file for file in files.values() for name in file.keys()}
 
 
 def _open(path: pathlib.Path) -> Any:
   if not path.is_file():
-    raise UserError(f'{path} is missing: weights must be {_WEIGHTS}, or shards with {_INDEX} (older .bin files are '
+    raise UserError(f'{path} is missing: weights must be {_WEIGHTS}, or shards with {INDEX} (older .bin files are '
                     'converted by loading and saving them with transformers)')
   try:
     return safetensors.safe_open(path, framework='numpy')

@@ -4,6 +4,7 @@ import json
 import os
 import pathlib
 import shutil
+import subprocess
 import sys
 
 import jax
@@ -176,8 +177,7 @@ def test_the_real_target_survives_the_format(smollm2, tmp_path):
   config, params, _ = smollm2
   stored = {}
   flat = jax.tree_util.tree_flatten_with_path(params)[0]
-  names = {rule.path: name for name, rule in tensors.rules(
-      config, huggingface._NAMES, {k: f'model.layers.{{}}.{v}' for k, v in huggingface._LAYER_NAMES.items()}).items()}
+  names = {rule.path: name for name, rule in huggingface.tensor_rules(config).items()}
   for path, array in flat:
     path = tuple(key.key for key in path)
     stored[names[path]] = np.ascontiguousarray(array.T if path[-1] == 'kernel' else array).astype(ml_dtypes.bfloat16)
@@ -272,10 +272,7 @@ def test_tensors_are_placed_one_by_one_in_the_order_of_the_files(folder):
   assert params['norm']['scale'][2] == np.float32
   assert sorted(placed) == sorted(tensors.shapes(config))
   index = json.loads((path / 'model.safetensors.index.json').read_text())['weight_map']
-  names = {rule: name for name, rule in (
-      (name, rule.path) for name, rule in tensors.rules(
-          config, huggingface._NAMES,
-          {k: f'model.layers.{{}}.{v}' for k, v in huggingface._LAYER_NAMES.items()}).items())}
+  names = {rule.path: name for name, rule in huggingface.tensor_rules(config).items()}
   files = [index[names[path]] for path in placed]
   assert files == sorted(files) and len(set(files)) == 5
 
@@ -286,8 +283,7 @@ def test_a_large_checkpoint_needs_little_more_than_its_largest_tensor(tmp_path):
       hidden_size=1024, intermediate_size=4096, vocab_size=8192, num_hidden_layers=8, num_attention_heads=8, head_dim=128)
   (tmp_path / 'config.json').write_text(json.dumps(fields))
   config = huggingface.read_config(tmp_path)
-  rules = tensors.rules(
-      config, huggingface._NAMES, {k: f'model.layers.{{}}.{v}' for k, v in huggingface._LAYER_NAMES.items()})
+  rules = huggingface.tensor_rules(config)
   safetensors_numpy.save_file(
       {name: np.full(rule.shape, 0.5, ml_dtypes.bfloat16) for name, rule in rules.items()}, tmp_path / 'model.safetensors')
   stored = (tmp_path / 'model.safetensors').stat().st_size
@@ -308,7 +304,6 @@ def place(path, array):
 huggingface.load_params(folder, config, dtype=ml_dtypes.bfloat16, place=place)
 print(peak - before)
 '''
-  import subprocess
   out = subprocess.run([sys.executable, '-c', program], check=True, capture_output=True, text=True, env={
       **os.environ, 'PYTHONPATH': str(pathlib.Path(__file__).parents[2])})
   peak = int(out.stdout.split()[-1])

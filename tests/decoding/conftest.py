@@ -62,16 +62,16 @@ def random_tree(shapes, seed, scale):
 
 @pytest.fixture(scope='session')
 def make_target():
-  """A function (vocab, seed, mute) -> (module, params); strong weights make its tokens irregular.
+  """A function (vocab, seed, mute, changes of the shape) -> (module, params); strong weights make its tokens irregular.
 
   Muted EOS tokens have logit 0, which is never the largest, so that every row runs to its limit.
   """
 
-  def make(vocab, seed, mute=False):
-    config = target_lib.TargetConfig(
-        family='llama', vocab_size=vocab, num_layers=2, width=16, mlp_width=24, num_heads=4,
-        num_kv_heads=2, head_dim=6, rope_theta=100.0, norm_eps=1e-5, max_length=128,
-        tie_embeddings=False, eos_ids=tuple(e for e in EOS_IDS if e < vocab - 1))
+  def make(vocab, seed, mute=False, **changes):
+    config = target_lib.TargetConfig(**{
+        'family': 'llama', 'vocab_size': vocab, 'num_layers': 2, 'width': 16, 'mlp_width': 24, 'num_heads': 4,
+        'num_kv_heads': 2, 'head_dim': 6, 'rope_theta': 100.0, 'norm_eps': 1e-5, 'max_length': 128,
+        'tie_embeddings': False, 'eos_ids': tuple(e for e in EOS_IDS if e < vocab - 1), **changes})
     module = target_lib.Target(config)
     shapes = shapes_of(module, ((1, 2), jnp.int32), ((1, 2), jnp.int32), None)
     head = np.random.default_rng(seed + 1000).normal(size=(vocab, 16))

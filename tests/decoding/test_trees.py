@@ -226,9 +226,9 @@ MANY = {
 }
 
 
-def decode(generate, make_target, make_drafter, seed, how, drafting, block_size=4, limit=LIMIT):
+def decode(generate, make_target, make_drafter, seed, how, drafting, block_size=4, limit=LIMIT, **shape):
   """(speculative rows, trace, plain rows) of five tokens, so that drafts are often right."""
-  module, params = make_target(5, seed)
+  module, params = make_target(5, seed, **shape)
   drafter, drafter_params = make_drafter(module.config, block_size, seed + 1)
   rng = np.random.default_rng(seed)
   prompts = jnp.asarray(rng.integers(3, 5, (4, 7)), jnp.int32)
@@ -253,6 +253,26 @@ def test_many_drafts_say_what_the_target_says(make_target, make_drafter, seed, k
   assert_same(got, want)
   new = np.asarray(want.lengths_B) - LENGTHS
   np.testing.assert_array_equal(1 + np.asarray(trace.gained_BxR).sum(1), new)
+
+
+OTHERS = {
+    'qwen2': {}, 'qwen3': {},
+    # The window is shorter than a block, and than the distance from a node to its anchor.
+    'gemma3': {'num_layers': 3, 'local_layers': (0, 2), 'sliding_window': 3, 'local_rope_theta': 10.0,
+               'attention_scale': 0.3, 'rope_divisors': (1.0, 2.0, 4.0)},
+}
+
+
+@pytest.mark.parametrize('kind', ['one draft', 'two drafts', 'tree'])
+@pytest.mark.parametrize('family', OTHERS)
+def test_other_families_say_what_the_target_says(make_target, make_drafter, family, kind):
+  drafting = MANY.get(kind, speculative.Drafting())
+  for seed in range(2):
+    got, trace, want = decode(
+        speculative.generate, make_target, make_drafter, seed, sampling.GREEDY, drafting, block_size=6, family=family,
+        **OTHERS[family])
+    assert_same(got, want)
+    assert (np.asarray(trace.accepted_BxR) > 0).any()
 
 
 @pytest.mark.parametrize('limit', [0, 1, 2])
