@@ -5,6 +5,7 @@ Files in `experiments/` start from `default()` and change what differs. The tree
 """
 
 import copy
+import dataclasses
 import difflib
 import importlib.util
 import inspect
@@ -172,6 +173,42 @@ def default(budget: str = '') -> ml_collections.ConfigDict:
     train.update(steps=3500, checkpoint_every=250, log_every=20)
     evaluate.update(num_prompts=40, max_new_tokens=128, latency_prompts=8)
   return config.lock()
+
+
+@dataclasses.dataclass(frozen=True)
+class PublishedTarget:
+  """What a drafter must know of a published model.
+
+  Attributes:
+    path: as `target.path`.
+    target_layers: as `drafter.target_layers`.
+    mask_token_id: as `drafter.mask_token_id`.
+  """
+
+  path: str
+  target_layers: tuple[int, ...]
+  mask_token_id: int
+
+
+# The four of arXiv 2606.11552, which taps layers 0, 10, 20, 30; and two that a laptop can train on.
+TARGETS: dict[str, PublishedTarget] = {
+    # Token 128002 is <|reserved_special_token_0|>, which no text uses.
+    'llama3_8b': PublishedTarget('hub:meta-llama/Meta-Llama-3-8B-Instruct', (0, 10, 20, 30), 128002),
+    # Of 28 layers there is no 30, and 27, the last, may not be tapped.
+    'llama3_2_3b': PublishedTarget('hub:meta-llama/Llama-3.2-3B-Instruct', (0, 10, 20, 26), 128002),
+    # Row 151669 of the embedding lies behind the last token.
+    'qwen3_4b': PublishedTarget('hub:Qwen/Qwen3-4B', (0, 10, 20, 30), 151669),
+    'qwen3_8b': PublishedTarget('hub:Qwen/Qwen3-8B', (0, 10, 20, 30), 151669),
+    'smollm2_135m': PublishedTarget('hub:HuggingFaceTB/SmolLM2-135M-Instruct', (1, 8, 14, 20, 27), 16),
+    'gemma3_270m': PublishedTarget('hub:google/gemma-3-270m-it', (1, 4, 8, 12, 15), 4),  # Token 4 is <mask>.
+}
+
+
+def use_target(config: ml_collections.ConfigDict, name: str) -> None:
+  """Sets the options that belong to one of `TARGETS`."""
+  published = TARGETS[name]
+  config.target.path = published.path
+  config.drafter.update(target_layers=published.target_layers, mask_token_id=published.mask_token_id)
 
 
 def use_paper_scale(config: ml_collections.ConfigDict) -> None:

@@ -15,9 +15,7 @@ from dspec import config as config_lib
 def get_config(budget: str = '') -> ml_collections.ConfigDict:
   config = config_lib.default(budget)
   config.experiment = 'gemma3_270m'
-  config.target.path = 'hub:google/gemma-3-270m-it'
-  config.drafter.target_layers = (1, 4, 8, 12, 15)
-  config.drafter.mask_token_id = 4  # <mask>, which no text uses.
+  config_lib.use_target(config, 'gemma3_270m')
   config.loss.gamma = 10.0
   config.loss.first_error = 0.3
   config.loss.chain = 40.0

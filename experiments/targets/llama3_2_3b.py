@@ -3,7 +3,8 @@
   python -m dspec.main --config=experiments/targets/llama3_2_3b.py
 
 For accelerators, with the settings of the paper (`dspec.config.use_paper_scale`); `:smoke` runs the whole path in tiny
-numbers. The model comes from the Hugging Face Hub (gated: accept its terms at https://huggingface.co/meta-llama/Llama-3.2-3B-Instruct and set HF_TOKEN).
+numbers. The model comes from the Hugging Face Hub, where it is gated: accept its terms at
+https://huggingface.co/meta-llama/Llama-3.2-3B-Instruct and set HF_TOKEN.
 Not trained yet by us: there is no expected number.
 """
 
@@ -15,9 +16,7 @@ from dspec import config as config_lib
 def get_config(budget: str = '') -> ml_collections.ConfigDict:
   config = config_lib.default(budget)
   config.experiment = 'llama3_2_3b'
-  config.target.path = 'hub:meta-llama/Llama-3.2-3B-Instruct'
-  config.drafter.target_layers = (0, 10, 20, 26)  # Of 28: there is no 30, and 27 is the last.
-  config.drafter.mask_token_id = 128002  # <|reserved_special_token_0|>, which no text uses.
+  config_lib.use_target(config, 'llama3_2_3b')
   config.loss.gamma = 10.0
   config.loss.first_error = 0.3
   config.loss.chain = 40.0

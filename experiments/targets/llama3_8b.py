@@ -3,7 +3,8 @@
   python -m dspec.main --config=experiments/targets/llama3_8b.py
 
 For accelerators, with the settings of the paper (`dspec.config.use_paper_scale`); `:smoke` runs the whole path in tiny
-numbers. The model comes from the Hugging Face Hub (gated: accept its terms at https://huggingface.co/meta-llama/Meta-Llama-3-8B-Instruct and set HF_TOKEN).
+numbers. The model comes from the Hugging Face Hub, where it is gated: accept its terms at
+https://huggingface.co/meta-llama/Meta-Llama-3-8B-Instruct and set HF_TOKEN.
 Not trained yet by us: there is no expected number.
 """
 
@@ -15,9 +16,7 @@ from dspec import config as config_lib
 def get_config(budget: str = '') -> ml_collections.ConfigDict:
   config = config_lib.default(budget)
   config.experiment = 'llama3_8b'
-  config.target.path = 'hub:meta-llama/Meta-Llama-3-8B-Instruct'
-  config.drafter.target_layers = (0, 10, 20, 30)
-  config.drafter.mask_token_id = 128002  # <|reserved_special_token_0|>, which no text uses.
+  config_lib.use_target(config, 'llama3_8b')
   config.loss.gamma = 10.0
   config.loss.first_error = 0.3
   config.loss.chain = 40.0

@@ -15,9 +15,7 @@ from dspec import config as config_lib
 def get_config(budget: str = '') -> ml_collections.ConfigDict:
   config = config_lib.default(budget)
   config.experiment = 'qwen3_8b'
-  config.target.path = 'hub:Qwen/Qwen3-8B'
-  config.drafter.target_layers = (0, 10, 20, 30)
-  config.drafter.mask_token_id = 151669  # A row of the embedding behind the last token.
+  config_lib.use_target(config, 'qwen3_8b')
   config.loss.gamma = 10.0
   config.loss.first_error = 0.3
   config.loss.chain = 40.0

@@ -14,7 +14,7 @@ from dspec import config as config_lib
 def get_config(budget: str = '') -> ml_collections.ConfigDict:
   config = config_lib.default(budget)
   config.experiment = 'smollm2_135m'
-  config.target.path = 'hub:HuggingFaceTB/SmolLM2-135M-Instruct'
+  config_lib.use_target(config, 'smollm2_135m')
   config.loss.gamma = 10.0
   config.loss.first_error = 0.3
   config.loss.chain = 40.0
