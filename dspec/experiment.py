@@ -20,6 +20,7 @@ import ml_collections
 
 from dspec import config as config_lib
 from dspec import evaluate
+from dspec import imported
 from dspec import mechanisms
 from dspec import report
 from dspec import sharding
@@ -72,6 +73,8 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
     path = target_path(config, cache_dir)
     target_config, params, tokenizer = gguf.load_target(path)
     config_lib.validate_against_target(config, target_config, tokenizer)
+    for _, arm in arms(config):
+      imported.check(arm, target_config, params, tokenizer)
     fingerprint = _fingerprint(path)
   workdir.mkdir(parents=True, exist_ok=True)
   (workdir / 'config.json').write_text(config_lib.to_json(config) + '\n')
