@@ -191,11 +191,11 @@ def _select(selector, hidden_BxSxD, logits_BxSxV, anchors_B, num_candidates, dty
   """
   unary_BxSxC, candidates_BxSxC = jax.lax.top_k(logits_BxSxV, num_candidates)
   context_BxSxR = blocks.matmul(hidden_BxSxD, selector['projection']['kernel'], dtype)
-  predecessor, successor = (selector[name].astype(jnp.float32) for name in ('predecessor', 'successor'))
+  row = lambda name, tokens: selector[name][tokens].astype(jnp.float32)
 
   def choose(before_B, slot):
     unary_BxC, candidates_BxC, context_BxR = slot
-    pairs_BxC = jnp.einsum('br,bcr->bc', predecessor[before_B] * context_BxR, successor[candidates_BxC])
+    pairs_BxC = jnp.einsum('br,bcr->bc', row('predecessor', before_B) * context_BxR, row('successor', candidates_BxC))
     scores_BxC = unary_BxC + pairs_BxC
     best_Bx1 = jnp.argmax(scores_BxC, axis=-1)[:, None]
     return jnp.take_along_axis(candidates_BxC, best_Bx1, 1)[:, 0], scores_BxC

@@ -628,7 +628,7 @@ def test_the_same_rounds_as_their_loop(zlab, llama, their_drafter, variant, stop
         target, target_params, drafter_lib.Drafter(config), params, jnp.asarray(prompt, jnp.int32), jnp.array([6]),
         max_new_tokens=new)
     np.testing.assert_array_equal(rows.tokens_BxT[0, : int(rows.lengths_B[0])], want.output_ids[0].numpy())
-    starts = 6 + np.cumsum([0, *want.acceptance_lengths[:-1]])
+    starts = 6 + np.cumsum([0, *want.acceptance_lengths])[:-1]
     whole = int((starts + K <= 6 + new).sum())
     gained = np.asarray(trace.gained_BxR[0])
     np.testing.assert_array_equal(gained[:whole], want.acceptance_lengths[:whole])
