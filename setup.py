@@ -19,6 +19,7 @@ setuptools.setup(
     extras_require={
         'test': ['pytest', 'hypothesis', 'nbclient', 'ipykernel'],
         'benchmark': ['torch', 'transformers'],
-        'interop': ['torch', 'transformers'],  # Parity tests against independent implementations.
+        # Independent code that the tests compare with; the last releases of dflash want these two.
+        'interop': ['dflash', 'torch', 'transformers'],
     },
 )

@@ -37,7 +37,7 @@ _CHOICES = {
 }
 _AT_LEAST_ONE = (
     'data.num_prompts', 'data.max_prompt_tokens', 'data.max_response_tokens',
-    'data.generation_batch_size', 'drafter.num_layers', 'train.steps', 'train.batch_size',
+    'data.generation_batch_size', 'drafter.num_layers', 'train.batch_size',
     'train.anchors', 'train.head_chunk', 'train.checkpoint_every', 'train.log_every',
     'evaluate.num_prompts', 'evaluate.max_new_tokens', 'evaluate.batch_size',
     'evaluate.bootstrap_samples', 'generate.max_new_tokens', 'generate.num_drafts', 'mechanisms.num_prompts',
@@ -45,7 +45,7 @@ _AT_LEAST_ONE = (
 )
 _AT_LEAST_ZERO = (
     'seed', 'data.seed', 'data.held_out', 'data.response_temperature', 'drafter.mask_token_id',
-    'drafter.window', 'drafter.vocab_size',
+    'drafter.window', 'drafter.vocab_size', 'train.steps',
     'loss.first_error', 'loss.chain', 'train.weight_decay', 'evaluate.latency_prompts',
     'generate.temperature', 'generate.top_k', 'generate.drafter_temperature', 'generate.tree_size',
 )
@@ -101,6 +101,8 @@ def default(budget: str = '') -> ml_collections.ConfigDict:
   data.features = 'cached'  # 'cached' on disk, or 'online': computed again at each step.
 
   drafter = config.drafter = ml_collections.ConfigDict()
+  # A folder with a DFlash or speculators drafter to start from; with train.steps=0 it is evaluated as it is.
+  drafter.init = ''
   drafter.num_layers = 2
   drafter.block_size = 16  # K: the anchor and K-1 drafted tokens.
   drafter.target_layers = (1, 8, 14, 20, 27)  # The target's layers whose outputs it sees, from 0.
@@ -426,6 +428,9 @@ def _value_problems(config: ml_collections.ConfigDict) -> list[str]:
   require(data.held_out or 'held_out' not in evaluate.sets, 'data.held_out',
           'must be at least 1, for evaluate.sets has held_out')
 
+  require(config.train.steps != 0 or drafter.init, 'train.steps', 'must be at least 1, or drafter.init be given')
+  require(not drafter.init or (pathlib.Path(drafter.init).expanduser() / 'config.json').is_file(), 'drafter.init',
+          'no drafter there; give a folder with config.json and safetensors')
   require(drafter.block_size >= 2, 'drafter.block_size',
           'must be at least 2: the anchor and one drafted token')
   layers = drafter.target_layers

@@ -19,6 +19,7 @@ import ml_collections
 
 from dspec import config as config_lib
 from dspec import evaluate
+from dspec import imported
 from dspec import mechanisms
 from dspec import report
 from dspec import sharding
@@ -71,6 +72,8 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
     path = targets.locate(config, cache_dir)
     target_config, params, tokenizer = targets.load(config, path, place=lambda _, array: jax.device_put(array))
     config_lib.validate_against_target(config, target_config, tokenizer)
+    for _, arm in arms(config):
+      imported.check(arm, target_config, params, tokenizer)
     fingerprint = targets.fingerprint(path)
   workdir.mkdir(parents=True, exist_ok=True)
   (workdir / 'config.json').write_text(config_lib.to_json(config) + '\n')

@@ -19,10 +19,10 @@ import numpy as np
 from dspec import config as config_lib
 from dspec import evaluate
 from dspec import experiment
+from dspec import imported
 from dspec import mechanisms
 from dspec import train
 from dspec.checkpoints import targets
-from dspec.checkpoints import training as checkpoints
 from dspec.data import prompts as prompts_lib
 from dspec.decoding import sampling
 from dspec.decoding import speculative
@@ -77,13 +77,14 @@ class Speaker:
   """A target and its trained drafter, ready to answer."""
 
   def __init__(self, config: ml_collections.ConfigDict, workdir: pathlib.Path):
-    if not (workdir / 'config.json').exists():
+    name, arm = experiment.arms(config)[-1]
+    if arm.train.steps and not (workdir / 'config.json').exists():
       raise UserError(f'--workdir={workdir}: no run here; train first: the same command without --mode=generate')
     experiment.check_workdir(config, workdir)
-    name, arm = experiment.arms(config)[-1]
-    g, drafter_params = config.generate, checkpoints.restore_params(workdir / name / 'checkpoints')
+    g, drafter_params = config.generate, train.trained_params(arm, workdir / name)
     path = targets.locate(config, config_lib.cache_dir(config))
     target_config, params, self._tokenizer = targets.load(config, path, place=lambda _, array: jax.device_put(array))
+    imported.check(arm, target_config, params, self._tokenizer)
     dtype = jnp.dtype(g.dtype)
     self._target = target_lib.Target(target_config, dtype)
     self._target_params, self._drafter_params = jax.device_put(target_lib.cast((params, drafter_params), dtype))

@@ -3,7 +3,8 @@
   python -m dspec.main --config=experiments/chain_loss.py
 
 Another budget by `--config=experiments/chain_loss.py:smoke` (or `:long`), another folder by
-`--workdir=...`, any option by `--config.a.b=value`. A trained drafter answers by `--mode=generate`.
+`--workdir=...`, any option by `--config.a.b=value`. A trained drafter answers by `--mode=generate`, and is written for
+serving engines by `--mode=export --format=dflash --out=FOLDER`.
 """
 
 import logging as python_logging
@@ -29,9 +30,14 @@ _WORKDIR = flags.DEFINE_string(
 
 
 _MODE = flags.DEFINE_enum(
-    'mode', 'train', ['train', 'generate'], 'Train, evaluate and report; or answer prompts with what was trained.')
+    'mode', 'train', ['train', 'generate', 'export'],
+    'Train, evaluate and report; or answer prompts with what was trained; or write it for serving engines.')
 _PROMPT = flags.DEFINE_string('prompt', '', 'Of --mode=generate; without it, and without a file, a chat.')
 _PROMPTS_FILE = flags.DEFINE_string('prompts_file', '', 'Of --mode=generate: JSON lines of {"prompt": ...}.')
+_FORMAT = flags.DEFINE_enum(
+    'format', 'dflash', ['dflash', 'speculators'], 'Of --mode=export: for vLLM and SGLang; or for vLLM, with the draft '
+    'vocabulary.')
+_OUT = flags.DEFINE_string('out', '', 'Of --mode=export: a new or empty folder.')
 
 
 def fail(error: Exception) -> None:
@@ -84,13 +90,16 @@ def main(argv: Sequence[str]) -> None:
     if _MODE.value == 'generate':
       from dspec import generate
       generate.run(config, workdir, _PROMPT.value, _PROMPTS_FILE.value)
+    elif _MODE.value == 'export':
+      from dspec import export
+      export.run(config, workdir, _FORMAT.value, _OUT.value)
     else:
       from dspec import experiment
       experiment.run(config, workdir)
   except UserError as error:
     fail(error)
   except KeyboardInterrupt:
-    if _MODE.value == 'generate':
+    if _MODE.value != 'train':
       sys.exit(130)
     print('\nStopped. The same command resumes from the last checkpoint:\n  python -m dspec.main '
           + shlex.join(sys.argv[1:]), file=sys.stderr)

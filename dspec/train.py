@@ -19,6 +19,7 @@ import tqdm
 
 from dspec import json_lines
 from dspec import sharding
+from dspec.checkpoints import dflash
 from dspec.checkpoints import training as checkpoints
 from dspec.data import dataset as dataset_lib
 from dspec.data import features as features_lib
@@ -63,7 +64,6 @@ def loss_fn(
     batch: dict[str, jax.Array],
     *,
     drafter: drafter_lib.Drafter,
-    target_config: target_lib.TargetConfig,
     target_params: Any,
     spec: Objective,
     head_chunk: int,
@@ -79,24 +79,26 @@ def loss_fn(
   anchors_BxA, tokens_BxT = batch['anchors'], batch['tokens']
   anchor_tokens = jnp.take_along_axis(tokens_BxT, anchors_BxA, 1)
   blocks = drafter_lib.block_tokens(anchor_tokens, drafter.config)
-  embeddings = target_lib.embed(target_config, target_params, blocks)
+  embeddings = drafter_lib.embed(drafter.config, target_params, blocks)
   hidden = drafter.apply({'params': params}, batch['features'], embeddings, anchors_BxA)
 
   valid = masks.valid_labels(anchors_BxA, batch['is_anchor'], batch['supervised'], k)
   positions = anchors_BxA[:, :, None] + jnp.arange(1, k)[None, None, :]
   positions = jnp.minimum(positions, tokens_BxT.shape[1] - 1)
   labels = tokens_BxT[jnp.arange(tokens_BxT.shape[0])[:, None, None], positions]
-  labels = drafter_lib.draft_rows(params, labels, target_config.vocab_size)
+  head_VxD = target_lib.head_VxD(target_params)
+  labels = drafter_lib.draft_rows(params, labels, head_VxD.shape[0])
   valid &= labels >= 0  # What cannot be drafted ends a block, and so does not count, nor what follows it.
-  head = drafter_lib.draft_head(params, target_lib.head_VxD(target_params))
+  head = drafter_lib.draft_head(params, head_VxD)
   scores = score_slots_chunked(
-      hidden[:, :, 1:], head, labels, valid, chunk_size=head_chunk, compute_dtype=drafter.dtype
+      drafter_lib.draft_slots(hidden, drafter.config), head, labels, valid, chunk_size=head_chunk,
+      compute_dtype=drafter.dtype,
   )
   return objective(scores, valid, spec)
 
 
 def init_state(
-    key: jax.Array, batch: dict[str, jax.Array], target_params, draft_ids, *, optimizer, target, drafter
+    key: jax.Array, batch: dict[str, jax.Array], target_params, draft_ids, given=None, *, optimizer, target, drafter
 ) -> TrainState:
   """Fresh parameters and optimizer state; a pure function, to be jitted with the keyword arguments bound.
 
@@ -109,10 +111,13 @@ def init_state(
     batch: the first one of training.
     target_params: the target's.
     draft_ids: the draft vocabulary, int32, ascending; None for that of the target.
+    given: parameters to start from, all of them; None for fresh ones.
     optimizer: see `make_optimizer`.
     target: the target.
     drafter: the drafter.
   """
+  if given is not None:
+    return TrainState(jnp.zeros((), jnp.int32), given, optimizer.init(_split(given)[0]))
   params = init_params(drafter, key)
   batch = _with_features(batch, target, target_params, drafter.config)
   # Of the answers only: the first tokens of a prompt often carry activations like no other token's.
@@ -145,7 +150,7 @@ def train_step(
   """One step; a pure function, to be jitted with the keyword arguments bound."""
   batch = _with_features(batch, target, target_params, drafter.config)
   loss = functools.partial(
-      loss_fn, batch=batch, drafter=drafter, target_config=target.config, target_params=target_params, spec=spec, head_chunk=head_chunk,
+      loss_fn, batch=batch, drafter=drafter, target_params=target_params, spec=spec, head_chunk=head_chunk,
   )
   trained, measured = _split(state.params)
   value_and_grad = jax.value_and_grad(lambda trained: loss({**trained, **measured}), has_aux=True)
@@ -201,6 +206,9 @@ def run(
   """
   # ---- What is trained, on what -----------------------------------------------------------------
   t = config.train
+  given = dflash.load_drafter(config.drafter.init)[1] if config.drafter.init else None
+  if not t.steps:
+    return given, _summary(t.steps, 0.0, 0, [], given, data)
   mesh = sharding.make_mesh(t.batch_size)
   drafter = drafter_lib.Drafter(make_drafter_config(config, target.config), jnp.dtype(t.compute_dtype))
   spec = Objective(config.loss.gamma, config.loss.first_error, config.loss.chain, config.loss.reduction)
@@ -225,7 +233,7 @@ def run(
   draft_ids = None
   if drafter.config.vocab_size:
     draft_ids = drafter_lib.draft_vocabulary(data.answer_counts, drafter.config.vocab_size)
-  inputs = jax.random.key(config.seed), next(iter(batches)), target_params, draft_ids
+  inputs = jax.random.key(config.seed), next(iter(batches)), target_params, draft_ids, given
   if manager.latest_step() is None:
     # out_shardings here too: without them the optimizer's moments may land elsewhere.
     key, first, *others = inputs
@@ -280,16 +288,27 @@ def run(
         raise KeyboardInterrupt
   seconds = time.perf_counter() - begin
   manager.close()
-  summary = {
-      'steps': t.steps,
+  params = jax.tree.map(np.asarray, state.params)
+  return params, _summary(t.steps, seconds, t.steps - start, curve, params, data)
+
+
+def _summary(steps, seconds, steps_this_run, curve, params, data: dataset_lib.Dataset) -> dict[str, Any]:
+  return {
+      'steps': steps,
       'seconds': seconds,
-      'steps_this_run': t.steps - start,
+      'steps_this_run': steps_this_run,
       'slots_per_second': float(np.median([r['slots_per_second'] for r in curve])) if curve else 0.0,
-      'drafter_parameters': sum(x.size for x in jax.tree.leaves(_split(state.params)[0])),
-      'draft_vocabulary_coverage': 1.0 if draft_ids is None else data.coverage(draft_ids),
+      'drafter_parameters': sum(x.size for x in jax.tree.leaves(_split(params)[0])),
+      'draft_vocabulary_coverage': data.coverage(params['draft_ids']) if 'draft_ids' in params else 1.0,
       'curve': curve,
   }
-  return jax.tree.map(np.asarray, state.params), summary
+
+
+def trained_params(config: ml_collections.ConfigDict, folder: pathlib.Path) -> Any:
+  """What `run` has left in the folder of an arm, or the drafter that it was given where nothing is trained."""
+  if config.train.steps:
+    return checkpoints.restore_params(folder / 'checkpoints')
+  return dflash.load_drafter(config.drafter.init)[1]
 
 
 def make_drafter_config(
@@ -297,6 +316,8 @@ def make_drafter_config(
 ) -> drafter_lib.DrafterConfig:
   """The drafter that the config asks for, on this target."""
   d = config.drafter
+  if d.init:
+    return dflash.load_config(d.init)[0]
   return drafter_lib.from_target(
       target, num_layers=d.num_layers, block_size=d.block_size, target_layers=tuple(d.target_layers),
       mask_token_id=d.mask_token_id, window=d.window, vocab_size=d.vocab_size,

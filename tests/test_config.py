@@ -129,6 +129,8 @@ def test_unknown_budget_names_the_nearest():
     ('loss.chain', float('inf'), 'finite'),
     ('loss.reduction', 'meen', 'did you mean mean?'),
     ('train.steps', 0, 'at least 1'),
+    ('train.steps', -1, 'at least 0'),
+    ('drafter.init', '/nowhere', 'no drafter there'),
     ('train.batch_size', 0, 'at least 1'),
     ('train.anchors', 0, 'at least 1'),
     ('train.learning_rate', 0.0, 'above 0'),
@@ -223,7 +225,7 @@ def test_bad_arms(arms, text):
 
 def test_a_fault_of_the_experiment_is_not_repeated_for_each_arm():
   config = _with(arms=(('a', {}), ('b', {'loss.gamma': 7.0})), train__steps=0)
-  assert _problems(config) == ['--config.train.steps=0: must be at least 1']
+  assert _problems(config) == ['--config.train.steps=0: must be at least 1, or drafter.init be given']
 
 
 # ---- Against the target --------------------------------------------------------------------------

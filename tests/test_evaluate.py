@@ -341,7 +341,7 @@ def test_measures_by_brute_force(tiny, decoded):
     _, features, _ = target.apply({'params': params}, tokens_1xT, positions, cache, (0,))
     block = drafter_lib.block_tokens(tokens_1xT[:, anchor][:, None], drafter.config)
     hidden = drafter.apply(
-        {'params': drafter_params}, features, target_lib.embed(target.config, params, block), anchor[None, None])
+        {'params': drafter_params}, features, target_lib.embed(params, block), anchor[None, None])
     return jnp.argmax(target_lib.logits(params, hidden[0, 0, 1:], jnp.float32), -1)
 
   for drafter_params, evaluation in zip(drafters, evaluations):

@@ -26,7 +26,6 @@ from dspec.data import pipeline
 from dspec.errors import UserError
 from dspec.losses import Objective, objective_from_logits
 from dspec.models import drafter as drafter_lib
-from dspec.models import target as target_lib
 
 TAPS, K, LENGTH, ANCHORS, BATCH = (0, 1), 4, 24, 3, 4
 # (row's length, prompt length); the third has one label only, the fourth no anchor.
@@ -120,7 +119,7 @@ def step(config, data, target):
   drafter = drafter_lib.Drafter(train.make_drafter_config(config, target[0].config))
   params = train.init_params(drafter, jax.random.key(7))
   options = dict(
-      drafter=drafter, target_config=target[0].config, target_params=target[1], spec=Objective(3.0, 0.3, 40.0), head_chunk=10)
+      drafter=drafter, target_params=target[1], spec=Objective(3.0, 0.3, 40.0), head_chunk=10)
   return types.SimpleNamespace(params=params, batch=batch, options=options, drafter=drafter)
 
 

@@ -62,6 +62,14 @@ def restore(manager: ocp.CheckpointManager, state: Any, iterator: grain.DatasetI
   return restored['state']
 
 
+def latest_step(folder: pathlib.Path) -> int | None:
+  """Of the newest checkpoint, None if there is none; the folder is not made."""
+  if not folder.is_dir():
+    return None
+  with open_manager(folder) as manager:
+    return manager.latest_step()
+
+
 def restore_params(folder: pathlib.Path) -> Any:
   """The drafter's parameters of the newest checkpoint, as numpy arrays."""
   with open_manager(folder) as manager:

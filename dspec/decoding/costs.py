@@ -148,7 +148,7 @@ def _parts(target, drafter, target_params, drafter_params):
     features = jnp.zeros((1, k, len(taps) * drafter.config.width)) + state.round
     cache = speculative.write_context(drafter, drafter_params, state.drafter_cache, features, positions)
     state = state.replace(drafter_cache=cache)
-    logits = speculative.propose(target, target_params, drafter, drafter_params, state)
+    logits = speculative.propose(target_params, drafter, drafter_params, state)
     tokens = drafter_lib.token_ids(drafter_params, sampling.most_probable(logits))
     drafts = state.trace.drafts_BxRxS.at[:, 0].set(tokens)
     return state.replace(trace=state.trace.replace(drafts_BxRxS=drafts))

@@ -199,7 +199,7 @@ def advance(
   live = ~rows.done_B
   start_B = rows.lengths_B - 1
   anchor_B = jnp.take_along_axis(rows.tokens_BxT, start_B[:, None], 1)[:, 0]
-  logits_BxSxV = propose(target, target_params, drafter, drafter_params, state)
+  logits_BxSxV = propose(target_params, drafter, drafter_params, state)
 
   # Where the anchor and the drafts are, outside the caches for rows that are done; and where their successors would go.
   steps_K = jnp.arange(k)
@@ -238,24 +238,28 @@ def _check_pair(target: target_lib.TargetConfig, drafter: drafter_lib.DrafterCon
 def _check_tree(tree_size: int, drafter: drafter_lib.DrafterConfig, target: target_lib.TargetConfig) -> None:
   if tree_size >= target.max_length:
     raise UserError(f'tree_size is {tree_size}: larger than the context of the target, {target.max_length} positions')
-  vocab_size, slots = drafter.vocab_size or target.vocab_size, drafter.block_size - 1
+  vocab_size = drafter.selector_candidates or drafter.vocab_size or target.vocab_size
+  slots = drafter.block_size - 1
   drafts = sum(vocab_size ** (slot + 1) for slot in range(slots))
   if tree_size > drafts:
     raise UserError(f'tree_size is {tree_size}: {slots} slots of {vocab_size} tokens make only {drafts} different drafts')
 
 
-def propose(
-    target: target_lib.Target, target_params: Any, drafter: drafter_lib.Drafter, drafter_params: Any, state: State
-) -> jax.Array:
-  """Logits of every draft slot over the draft vocabulary, float32 [B, S, V']."""
+def propose(target_params: Any, drafter: drafter_lib.Drafter, drafter_params: Any, state: State) -> jax.Array:
+  """Logits of every draft slot over the draft vocabulary, float32 [B, S, V']; -inf for what it cannot draft."""
   positions_Bx1 = state.rows.lengths_B[:, None] - 1
   anchors_Bx1 = jnp.take_along_axis(state.rows.tokens_BxT, positions_Bx1, 1)
-  embeddings = target_lib.embed(target.config, target_params, drafter_lib.block_tokens(anchors_Bx1, drafter.config))
+  block = drafter_lib.block_tokens(anchors_Bx1, drafter.config)
+  embeddings = drafter_lib.embed(drafter.config, target_params, block)
   hidden = drafter.apply(
       {'params': drafter_params}, embeddings, positions_Bx1, state.drafter_cache, method='draft'
   )
+  hidden_BxSxD = drafter_lib.draft_slots(hidden, drafter.config)[:, 0]
   head_VxD = target_lib.head_VxD(target_params) if state.draft_head is None else state.draft_head
-  return target_lib.project(head_VxD, hidden[:, 0, 1:], drafter.dtype)
+  logits_BxSxV = target_lib.project(head_VxD, hidden_BxSxD, drafter.dtype)
+  return drafter_lib.adjust_logits(
+      drafter_params, drafter.config, hidden_BxSxD, logits_BxSxV, anchors_Bx1[:, 0], drafter.dtype
+  )
 
 
 def write_context(

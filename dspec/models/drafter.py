@@ -6,6 +6,10 @@ output head are the target's own, frozen; this module maps embeddings to final h
 
 The head costs more than the rest of a small drafter. A draft vocabulary (arXiv 2502.14856) keeps only the rows of
 frequent tokens: other tokens are never drafted, so they always come from the target, and what it says is not touched.
+
+Drafters that others have trained (see `dspec.checkpoints.dflash`) may have sliding or causal layers, slots that predict
+one token further, and the parts of DFlash 2 (https://inco.ai/blog/dflash2/): convolutions over the slots of a block
+around every sublayer, and a selector that lets a slot's token depend on the one before it.
 """
 
 import dataclasses
@@ -44,6 +48,28 @@ class DrafterConfig:
   norm_eps: float
   window: int = 0  # Positions of the context that a block sees, the last ones; 0: all.
   vocab_size: int = 0  # Of the draft vocabulary; 0: that of the target.
+  embedding_scale: float = 1.0  # Of the target's embeddings, as the drafter sees them.
+  # Only imported drafters have what follows.
+  from_anchor: bool = False  # Slot k, from 0, predicts anchor + k + 1, not anchor + k: a block has one slot less.
+  layer_windows: tuple[int, ...] = ()  # Of each layer: a slot sees positions nearer than this; 0: all. (): all layers.
+  causal_layers: tuple[int, ...] = ()  # Layers whose slots do not see the slots behind them.
+  logit_scale: float = 1.0
+  logit_softcap: float = 0.0  # 0: none.
+  conv_taps: int = 0  # Of DFlash 2's convolutions; 0: none.
+  conv_group: int = 0  # Channels that share a tap's dynamic part.
+  selector_rank: int = 0  # Of DFlash 2's selector; 0: none.
+  selector_candidates: int = 0  # Most probable tokens of a slot that it chooses from.
+
+  @property
+  def num_slots(self) -> int:
+    """Positions that a block holds, the anchor's among them."""
+    return self.block_size - self.from_anchor
+
+  @property
+  def is_trainable(self) -> bool:
+    """Whether the losses are those of what is decoded: plain logits of independent slots."""
+    plain = self.logit_scale == 1 and not self.logit_softcap
+    return plain and not self.conv_taps and not self.selector_rank
 
 
 def from_target(
@@ -56,7 +82,7 @@ def from_target(
     window: int = 0,
     vocab_size: int = 0,
 ) -> DrafterConfig:
-  """A drafter with the widths, heads and rotary base of its target."""
+  """A drafter with the widths, heads, rotary base and embeddings of its target."""
   return DrafterConfig(
       num_layers=num_layers,
       block_size=block_size,
@@ -71,15 +97,26 @@ def from_target(
       head_dim=target.head_dim,
       rope_theta=target.rope_theta,
       norm_eps=target.norm_eps,
+      embedding_scale=target.embedding_scale,
   )
 
 
 def block_tokens(anchor_tokens_BxA: jax.Array, config: DrafterConfig) -> jax.Array:
-  """`[B, A, K]`: the anchor's token, then masks."""
-  masks_shape = (*anchor_tokens_BxA.shape, config.block_size - 1)
+  """`[B, A, num_slots]`: the anchor's token, then masks."""
+  masks_shape = (*anchor_tokens_BxA.shape, config.num_slots - 1)
   return jnp.concatenate(
       [anchor_tokens_BxA[..., None], jnp.full(masks_shape, config.mask_token_id, jnp.int32)], axis=-1
   )
+
+
+def embed(config: DrafterConfig, target_params: Any, tokens: jax.Array) -> jax.Array:
+  """What a block's tokens enter as: the target's embeddings, scaled as the drafter wants them, float32 `[..., D]`."""
+  return target_lib.embed(target_params, tokens) * config.embedding_scale
+
+
+def draft_slots(hidden_BxAxKxD: jax.Array, config: DrafterConfig) -> jax.Array:
+  """Hidden states of the slots that predict anchor + 1, anchor + 2, ..., `[B, A, K-1, D]`."""
+  return hidden_BxAxKxD if config.from_anchor else hidden_BxAxKxD[:, :, 1:]
 
 
 def draft_vocabulary(counts_V: np.ndarray, size: int) -> np.ndarray:
@@ -124,7 +161,59 @@ def init_cache(config: DrafterConfig, batch: int, length: int) -> target_lib.Cac
   )
 
 
-def _block_attention(q, k_own, v_own, context, seen_BxA, window):
+def adjust_logits(
+    params: Any, config: DrafterConfig, hidden_BxSxD: jax.Array, logits_BxSxV: jax.Array, anchors_B: jax.Array,
+    dtype: jnp.dtype,
+) -> jax.Array:
+  """What slots choose by: the head's logits, scaled, capped, and with a selector's scores.
+
+  Args:
+    params: the drafter's.
+    config: its shape.
+    hidden_BxSxD: see `draft_slots`.
+    logits_BxSxV: of the head, float32.
+    anchors_B: int32 tokens.
+    dtype: of the matrix products.
+  """
+  if config.logit_scale != 1:
+    logits_BxSxV = logits_BxSxV * config.logit_scale
+  if config.logit_softcap:
+    logits_BxSxV = config.logit_softcap * jnp.tanh(logits_BxSxV / config.logit_softcap)
+  if config.selector_rank:
+    logits_BxSxV = _select(
+        params['selector'], hidden_BxSxD, logits_BxSxV, anchors_B, config.selector_candidates, dtype)
+  return logits_BxSxV
+
+
+def _select(selector, hidden_BxSxD, logits_BxSxV, anchors_B, num_candidates, dtype):
+  """Scores of each slot's candidates behind the best token of the slot before; -inf for all other tokens.
+
+  With u the logits, c a slot's candidates (its most probable tokens) and x_0 the anchor (DFlash 2):
+
+      score_k(v) = u_k(v) + sum_r predecessor[x_{k-1}, r] * (projection h_k)_r * successor[v, r]    for v in c_k
+      x_k = argmax_v score_k(v)
+
+  Where drafts are drawn, or form a tree, the scores stay those behind the best path.
+  """
+  unary_BxSxC, candidates_BxSxC = jax.lax.top_k(logits_BxSxV, num_candidates)
+  context_BxSxR = blocks.matmul(hidden_BxSxD, selector['projection']['kernel'], dtype)
+  row = lambda name, tokens: selector[name][tokens].astype(jnp.float32)
+
+  def choose(before_B, slot):
+    unary_BxC, candidates_BxC, context_BxR = slot
+    pairs_BxC = jnp.einsum('br,bcr->bc', row('predecessor', before_B) * context_BxR, row('successor', candidates_BxC))
+    scores_BxC = unary_BxC + pairs_BxC
+    best_Bx1 = jnp.argmax(scores_BxC, axis=-1)[:, None]
+    return jnp.take_along_axis(candidates_BxC, best_Bx1, 1)[:, 0], scores_BxC
+
+  slots = jax.tree.map(lambda x: x.swapaxes(0, 1), (unary_BxSxC, candidates_BxSxC, context_BxSxR))
+  scores_BxSxC = jax.lax.scan(choose, anchors_B, slots)[1].swapaxes(0, 1)
+  b, s, _ = candidates_BxSxC.shape
+  rows, columns = jnp.arange(b)[:, None, None], jnp.arange(s)[None, :, None]
+  return jnp.full_like(logits_BxSxV, -jnp.inf).at[rows, columns, candidates_BxSxC].set(scores_BxSxC)
+
+
+def _block_attention(q, k_own, v_own, context, seen_BxA, window, layer_window, causal):
   """Attention of blocks over [context ; own block], the two parts merged by their common maximum.
 
   Args:
@@ -134,6 +223,8 @@ def _block_attention(q, k_own, v_own, context, seen_BxA, window):
     context: (keys [B, Hkv, d, T], values [B, Hkv, T, d]).
     seen_BxA: int32, as `anchors_BxA` of `masks.context`: blocks see the context's slots below it.
     window: see `masks.context`.
+    layer_window: see `masks.nearby` and `masks.own_block`.
+    causal: see `masks.own_block`.
 
   Returns:
     [B, A, K, H*d] float32.
@@ -146,10 +237,14 @@ def _block_attention(q, k_own, v_own, context, seen_BxA, window):
   rows = q.reshape(b, kv, a * groups * k, d)
   past = jnp.einsum('bhqd,bhdt->bhqt', rows, keys, preferred_element_type=jnp.float32)
   past = past.reshape(b, kv, a, groups, k, -1)
-  seen = masks.context(seen_BxA, keys.shape[-1], window)[:, None, :, None, None, :]
-  past = jnp.where(seen, past, -jnp.inf)
+  seen = masks.context(seen_BxA, keys.shape[-1], window)[:, :, None, :]
+  if layer_window:
+    seen &= masks.nearby(seen_BxA, keys.shape[-1], k, layer_window)
+  past = jnp.where(seen[:, None, :, None], past, -jnp.inf)
   own = jnp.einsum('bhagkd,baphd->bhagkp', q, k_own, preferred_element_type=jnp.float32)
-  # A block always sees itself, so the maximum is finite even without context.
+  if layer_window or causal:
+    own = jnp.where(masks.own_block(k, layer_window, causal)[None, None, None, None], own, -jnp.inf)
+  # A slot always sees itself, so the maximum is finite even without context.
   peak = jnp.maximum(past.max(-1, keepdims=True), own.max(-1, keepdims=True))
   peak = jax.lax.stop_gradient(peak)
   past, own = jnp.exp(past - peak), jnp.exp(own - peak)
@@ -184,6 +279,8 @@ class Attention(nn.Module):
 
   config: DrafterConfig
   dtype: jnp.dtype
+  window: int  # Of this layer.
+  causal: bool
 
   def setup(self):
     c = self.config
@@ -211,26 +308,76 @@ class Attention(nn.Module):
     q = blocks.rotary(q, positions, c.rope_theta)
     keys, values = self.keys_values(x, positions)
     split = lambda y: y.reshape(b, a, k, *y.shape[2:])
-    out = _in_anchor_groups(
-        functools.partial(_block_attention, window=c.window), split(q), split(keys), split(values), context, seen_BxA
+    attention = functools.partial(
+        _block_attention, window=c.window, layer_window=self.window, causal=self.causal
     )
+    out = _in_anchor_groups(attention, split(q), split(keys), split(values), context, seen_BxA)
     return self.o_proj(out)
 
 
-class Layer(nn.Module):
+class SlotConvolutions(nn.Module):
+  """Causal convolutions over the slots of a block, before and after a sublayer (DFlash 2).
+
+  Channel c of group g, with taps o = 0, 1, ... back from slot k, nothing before slot 0, and dynamic parts that are a
+  projection of the sublayer's input at slot k:
+
+      y_k[c] = sum_o (base[o, c] + dynamic_k[o, g]) * x_{k-o}[c]
+  """
+
   config: DrafterConfig
   dtype: jnp.dtype
 
   def setup(self):
     c = self.config
+    one = lambda _, shape: jnp.zeros(shape).at[:, 0].set(1.0)  # The slot itself: no convolution.
+    self.base = self.param('base', one, (2, c.conv_taps, c.width))
+    self.projection = blocks.linear(2 * c.conv_taps * (c.width // c.conv_group), self.dtype, None)
+
+  def before(self, x_BxAxKxD):
+    """The sublayer's input, and what `after` wants."""
+    c = self.config
+    dynamic = self.projection(x_BxAxKxD)
+    dynamic = dynamic.reshape(*x_BxAxKxD.shape[:-1], 2, c.conv_taps, c.width // c.conv_group)
+    return self._convolve(x_BxAxKxD, self.base[0], dynamic[..., 0, :, :]), dynamic[..., 1, :, :]
+
+  def after(self, x_BxAxKxD, dynamic):
+    """The sublayer's output, convolved."""
+    return self._convolve(x_BxAxKxD, self.base[1], dynamic)
+
+  def _convolve(self, x, base_OxD, dynamic_BxAxKxOxG):
+    k, base_OxD = x.shape[2], base_OxD.astype(jnp.float32)
+    out = 0.0
+    for tap in range(self.config.conv_taps):
+      back = jnp.pad(x, ((0, 0), (0, 0), (tap, 0), (0, 0)))[:, :, :k]
+      dynamic = jnp.repeat(dynamic_BxAxKxOxG[..., tap, :], self.config.conv_group, axis=-1)
+      out += (base_OxD[tap][None, None, None] + dynamic) * back
+    return out
+
+
+class Layer(nn.Module):
+  config: DrafterConfig
+  dtype: jnp.dtype
+  index: int
+
+  def setup(self):
+    c = self.config
+    window = c.layer_windows[self.index] if c.layer_windows else 0
     self.attn_norm = blocks.rms_norm(c.norm_eps, None)
-    self.attn = Attention(c, self.dtype)
+    self.attn = Attention(c, self.dtype, window, self.index in c.causal_layers)
     self.mlp_norm = blocks.rms_norm(c.norm_eps, None)
     self.mlp = blocks.GatedMLP(c.mlp_width, self.dtype)
+    if c.conv_taps:
+      self.attn_conv, self.mlp_conv = SlotConvolutions(c, self.dtype), SlotConvolutions(c, self.dtype)
 
   def __call__(self, x, context, anchors_BxA, seen_BxA):
-    x = x + self.attn(self.attn_norm(x), context, anchors_BxA, seen_BxA)
-    return x + self.mlp(self.mlp_norm(x))
+    attn = lambda y: self.attn(y, context, anchors_BxA, seen_BxA)
+    if not self.config.conv_taps:
+      x = x + attn(self.attn_norm(x))
+      return x + self.mlp(self.mlp_norm(x))
+    h, dynamic = self.attn_conv.before(self.attn_norm(x))
+    x = x + self.attn_conv.after(attn(h), dynamic)
+    h, dynamic = self.mlp_conv.before(self.mlp_norm(x))
+    return x + self.mlp_conv.after(self.mlp(h), dynamic)
 
 
 class Drafter(nn.Module):
@@ -238,7 +385,7 @@ class Drafter(nn.Module):
 
   `feature_scale` [N * D] multiplies the features and is not trained. A DFlash drafter is the same without it: its `fc`
   has taken it in. `draft_ids` [V'] are the ascending token ids of the
-  draft vocabulary, if it has one; see `draft_head`.
+  draft vocabulary, if it has one; see `draft_head`. The parameters may also hold a `selector`; see `adjust_logits`.
   """
 
   config: DrafterConfig
@@ -251,7 +398,7 @@ class Drafter(nn.Module):
       self.param('draft_ids', lambda _: jnp.arange(c.vocab_size, dtype=jnp.int32))
     self.fc = blocks.linear(c.width, self.dtype, None)
     self.hidden_norm = blocks.rms_norm(c.norm_eps, None)
-    self.layers = [Layer(c, self.dtype) for _ in range(c.num_layers)]
+    self.layers = [Layer(c, self.dtype, i) for i in range(c.num_layers)]
     self.norm = blocks.rms_norm(c.norm_eps, None)
 
   def _context(self, features_BxTxF, positions_BxT):
@@ -272,7 +419,7 @@ class Drafter(nn.Module):
     )
 
   def draft(self, embeddings_BxAxKxD, anchors_BxA, cache: target_lib.Cache) -> jax.Array:
-    """Final hidden states of blocks at their anchors, `[B, A, K, D]` float32. Slot k predicts anchor + k."""
+    """Final hidden states of blocks at their anchors, `[B, A, num_slots, D]` float32; see `draft_slots`."""
     return self._draft(embeddings_BxAxKxD, anchors_BxA, anchors_BxA, cache)
 
   def _draft(self, x, anchors_BxA, seen_BxA, cache):

@@ -38,6 +38,33 @@ def context(anchors_BxA: jax.Array, num_keys: int, window: int = 0) -> jax.Array
   return seen & (keys >= anchors - window) if window else seen
 
 
+def nearby(anchors_BxA: jax.Array, num_keys: int, num_slots: int, window: int) -> jax.Array:
+  """Context nearer to a slot than `window` positions, `[B, A, num_slots, num_keys]` bool: a layer's sliding window.
+
+  Unlike the window of `context` it moves with the slot. Window 3:
+
+      block of       context 0 1 2 3
+      anchor 4 slot 0        . . x x
+               slot 1        . . . x
+               slot 2        . . . .
+  """
+  positions = anchors_BxA[:, :, None] + jnp.arange(num_slots)[None, None, :]
+  return jnp.arange(num_keys)[None, None, None, :] > positions[..., None] - window
+
+
+def own_block(num_slots: int, window: int = 0, causal: bool = False) -> jax.Array:
+  """Slots of its own block that a slot may see, `[num_slots, num_slots]` bool: all, but for a window or causality.
+
+      window 2       slot 0 1 2 3   causal         slot 0 1 2 3
+             slot 0       x x . .          slot 0       x . . .
+             slot 1       x x x .          slot 1       x x . .
+             slot 2       . x x x          slot 2       x x x .
+  """
+  ahead = jnp.arange(num_slots)[None, :] - jnp.arange(num_slots)[:, None]
+  seen = jnp.abs(ahead) < (window or num_slots)
+  return seen & (ahead <= 0) if causal else seen
+
+
 def valid_labels(
     anchors_BxA: jax.Array, is_anchor_BxA: jax.Array, supervised_BxT: jax.Array, block_size: int
 ) -> jax.Array:

@@ -292,9 +292,9 @@ def project(head_VxD: jax.Array, hidden_xD: jax.Array, dtype: jnp.dtype) -> jax.
   return blocks.matmul(rows, head_VxD.T, dtype).reshape(*hidden_xD.shape[:-1], -1)
 
 
-def embed(config: TargetConfig, params: Params, tokens: jax.Array) -> jax.Array:
-  """The target's own token embeddings, as its first layer sees them, float32 `[..., D]`."""
-  return params['embed']['embedding'][tokens].astype(jnp.float32) * config.embedding_scale
+def embed(params: Params, tokens: jax.Array) -> jax.Array:
+  """Rows of the target's embedding, not scaled, float32 `[..., D]`."""
+  return params['embed']['embedding'][tokens].astype(jnp.float32)
 
 
 def cast(params: Params, dtype: jnp.dtype) -> Params:

@@ -296,6 +296,85 @@ def test_what_cannot_be_decoded_is_refused(make_target, make_drafter, changes, w
   assert text in str(error.value)
 
 
+# ---- What only imported drafters have ---------------------------------------------------------------
+
+
+DFLASH2 = {'conv_taps': 2, 'conv_group': 4, 'selector_rank': 3, 'selector_candidates': 3}
+
+
+@pytest.fixture(scope='session')
+def make_imported():
+  """A function (target config, seed, changes of the config) -> (module, params) of a random drafter."""
+
+  def make(target_config, seed, changes):
+    config = drafter_lib.from_target(
+        target_config, num_layers=2, block_size=K, target_layers=(0,), mask_token_id=1)
+    config = dataclasses.replace(config, **changes)
+    module = drafter_lib.Drafter(config)
+    zeros = jnp.zeros((1, 2, config.width)), jnp.zeros((1, 1, K, config.width)), jnp.zeros((1, 1), jnp.int32)
+    shapes = dict(jax.eval_shape(module.init, jax.random.key(0), *zeros)['params'])
+    if config.selector_rank:
+      shape = lambda *sizes: jax.ShapeDtypeStruct(sizes, jnp.float32)
+      rows = shape(target_config.vocab_size, config.selector_rank)
+      shapes['selector'] = {
+          'predecessor': rows, 'successor': rows, 'projection': {'kernel': shape(config.width, config.selector_rank)}}
+    rng = np.random.default_rng(seed)
+    draw = lambda x: 1.5 * rng.normal(size=x.shape) / np.sqrt(x.shape[0]) if len(x.shape) > 1 else np.ones(x.shape)
+    return module, jax.tree.map(lambda x: jnp.asarray(draw(x), jnp.float32), shapes)
+
+  return make
+
+
+@pytest.mark.parametrize('drafting', [
+    speculative.Drafting(), speculative.Drafting(sampling.Sampling(1.0)),
+    speculative.Drafting(sampling.Sampling(1.0), num_drafts=2), speculative.Drafting(tree_size=5)])
+@pytest.mark.parametrize('changes', [
+    DFLASH2, {'from_anchor': True},
+    {'layer_windows': (3, 0), 'causal_layers': (0,), 'embedding_scale': 2.0, 'logit_scale': 0.5, 'logit_softcap': 2.0}])
+def test_imported_drafters_change_drafts_alone(make_target, make_imported, changes, drafting):
+  module, params = make_target(9, 3)
+  prompts, lengths = draw_prompts(3, vocab=9)
+  drafter, drafter_params = make_imported(module.config, 4, changes)
+  got, trace = speculative.generate(
+      module, params, drafter, drafter_params, prompts, lengths, jax.random.key(1), max_new_tokens=LIMIT,
+      drafting=drafting)
+  assert_same(got, oracle(module, params, prompts, lengths))
+  if drafting.is_single:
+    check_trace(trace, got, LENGTHS, K)
+
+
+def test_a_tree_holds_no_more_than_the_selector_lets_through(make_target, make_imported):
+  module, params = make_target(9, 3)
+  drafter, drafter_params = make_imported(module.config, 4, DFLASH2)
+  prompts, lengths = draw_prompts(3, vocab=9)
+  decode = lambda size: speculative.generate(
+      module, params, drafter, drafter_params, prompts, lengths, max_new_tokens=LIMIT,
+      drafting=speculative.Drafting(tree_size=size))
+  assert_same(decode(3 + 9 + 27)[0], oracle(module, params, prompts, lengths))
+  with pytest.raises(UserError, match='make only 39 different drafts'):
+    decode(40)
+
+
+def test_the_anchors_slot_predicts_the_first_token(make_target, make_imported, uncached):
+  """Three slots, three drafts: those of all slots of the training forward, the anchor's among them."""
+  module, params = make_target(9, 5)
+  drafter, drafter_params = make_imported(module.config, 6, {'from_anchor': True})
+  prompts, lengths = draw_prompts(5, vocab=9)
+  rows, trace = speculative.generate(
+      module, params, drafter, drafter_params, prompts, lengths, max_new_tokens=LIMIT)
+  assert trace.drafts_BxRxS.shape[-1] == drafter.config.num_slots == K - 1
+  _, features = uncached(module, params, rows.tokens_BxT, (0,))
+  for row, start in enumerate(np.asarray(trace.starts_BxR[:, 1])):
+    if start < 0:
+      continue
+    anchors = jnp.array([[start]])
+    tokens = drafter_lib.block_tokens(rows.tokens_BxT[row][anchors], drafter.config)
+    hidden = drafter.apply({'params': drafter_params}, features[row][None], target_lib.embed(params, tokens), anchors)
+    logits = target_lib.logits(params, hidden[0, 0], jnp.float32)
+    assert logits.shape == (K - 1, 9)
+    np.testing.assert_array_equal(trace.drafts_BxRxS[row, 1], logits.argmax(-1))
+
+
 # ---- Above temperature 0 ---------------------------------------------------------------------------
 
 
@@ -442,7 +521,7 @@ def training_drafts(drafter, drafter_params, target_params, target, text, featur
   blocks = drafter_lib.block_tokens(
       jnp.take_along_axis(text, anchors, 1), drafter.config)
   hidden = drafter.apply(
-      {'params': drafter_params}, features, target_lib.embed(target.config, target_params, blocks), anchors)
+      {'params': drafter_params}, features, target_lib.embed(target_params, blocks), anchors)
   return target_lib.logits(target_params, hidden[:, :, 1:], target.dtype)
 
 

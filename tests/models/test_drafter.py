@@ -1,6 +1,7 @@
 """The drafter against loops over anchors and slots, and training against decoding forward."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -48,10 +49,31 @@ def draft(params, embeddings, anchors, cache):
       {'params': params}, embeddings, anchors, cache, method='draft')
 
 
+def naive_convolution(r, config, params, x, side, source):
+  """[K, D] of `SlotConvolutions`, before (side 0) or after (1) a sublayer whose input was `source`."""
+  out, base = np.zeros_like(x), np.asarray(params['base'], np.float64)
+  for slot in range(len(x)):
+    dynamic = r.dense(source[slot], params['projection'])
+    dynamic = dynamic.reshape(2, config.conv_taps, -1)[side]
+    for tap in range(min(config.conv_taps, slot + 1)):
+      for channel in range(x.shape[1]):
+        weight = base[side, tap, channel] + dynamic[tap, channel // config.conv_group]
+        out[slot, channel] += weight * x[slot - tap, channel]
+  return out
+
+
+def naive_sublayer(r, config, params, name, sublayer, x):
+  """A sublayer on its normed input, between its convolutions if it has them."""
+  if not config.conv_taps:
+    return sublayer(x)
+  between = functools.partial(naive_convolution, r, config, params[f'{name}_conv'])
+  return between(sublayer(between(x, 0, x)), 1, x)
+
+
 def naive_block(r, config, params, features, embeddings, anchor):
   """Hidden states [K, D] of one block; features [T, F] beyond the anchor are never touched."""
   groups = config.num_heads // config.num_kv_heads
-  eps, slots = config.norm_eps, np.arange(config.block_size)
+  eps, slots = config.norm_eps, np.arange(len(embeddings))
   first = max(anchor - config.window, 0) if config.window else 0
   features = np.asarray(features, np.float64)[first:anchor] * np.asarray(params['feature_scale'], np.float64)
   context = r.rms(r.dense(features, params['fc']), params['hidden_norm']['scale'], eps)
@@ -59,6 +81,7 @@ def naive_block(r, config, params, features, embeddings, anchor):
   for i in range(config.num_layers):
     p = params[f'layers_{i}']
     attn = p['attn']
+    window = (config.layer_windows or (0,) * config.num_layers)[i] or 1000
 
     def heads(y, name, norm, positions):
       y = r.dense(y, attn[name])
@@ -67,20 +90,26 @@ def naive_block(r, config, params, features, embeddings, anchor):
         return y
       return r.rope(r.rms(y, attn[norm]['scale'], eps), positions, config.rope_theta)
 
-    h = r.rms(x, p['attn_norm']['scale'], eps)
-    q = heads(h, 'q_proj', 'q_norm', anchor + slots)
-    keys = np.concatenate([
-        heads(context, 'k_proj', 'k_norm', np.arange(first, anchor)),
-        heads(h, 'k_proj', 'k_norm', anchor + slots)])
-    values = np.concatenate(
-        [heads(context, 'v_proj', None, None), heads(h, 'v_proj', None, None)])
-    out = np.zeros((config.block_size, config.num_heads, config.head_dim))
-    for slot in slots:
-      for head in range(config.num_heads):
-        own = head // groups
-        out[slot, head] = r.attend(q[slot, head], keys[:, own], values[:, own])
-    x = x + r.dense(out.reshape(config.block_size, -1), attn['o_proj'])
-    x = x + r.mlp(r.rms(x, p['mlp_norm']['scale'], eps), p['mlp'])
+    def attention(h):
+      q = heads(h, 'q_proj', 'q_norm', anchor + slots)
+      keys = np.concatenate([
+          heads(context, 'k_proj', 'k_norm', np.arange(first, anchor)),
+          heads(h, 'k_proj', 'k_norm', anchor + slots)])
+      values = np.concatenate(
+          [heads(context, 'v_proj', None, None), heads(h, 'v_proj', None, None)])
+      positions = np.concatenate([np.arange(first, anchor), anchor + slots])
+      out = np.zeros((len(slots), config.num_heads, config.head_dim))
+      for slot in slots:
+        seen = [j for j, position in enumerate(positions) if abs(position - anchor - slot) < window
+                and (i not in config.causal_layers or position <= anchor + slot)]
+        for head in range(config.num_heads):
+          own = head // groups
+          out[slot, head] = r.attend(q[slot, head], keys[seen, own], values[seen, own])
+      return r.dense(out.reshape(len(slots), -1), attn['o_proj'])
+
+    sublayer = functools.partial(naive_sublayer, r, config, p)
+    x = x + sublayer('attn', attention, r.rms(x, p['attn_norm']['scale'], eps))
+    x = x + sublayer('mlp', lambda h: r.mlp(h, p['mlp']), r.rms(x, p['mlp_norm']['scale'], eps))
   return r.rms(x, params['norm']['scale'], eps)
 
 
@@ -95,6 +124,57 @@ def test_training_forward_against_loops(params, inputs, reference, window):
       want = naive_block(
           reference, config, params, features[row], embeddings[row, a], ANCHORS[row, a])
       np.testing.assert_allclose(got[row, a], want, atol=1e-4, err_msg=f'row {row} block {a}')
+
+
+@pytest.mark.parametrize('changes', [
+    {'layer_windows': (3, 0)}, {'layer_windows': (2, 5), 'causal_layers': (0,)}, {'causal_layers': (0, 1)},
+    {'conv_taps': 2, 'conv_group': 4}, {'conv_taps': 6, 'conv_group': 12, 'layer_windows': (0, 4)},
+    {'from_anchor': True, 'block_size': K + 1}])
+def test_what_imported_drafters_have_against_loops(random_params, inputs, reference, changes):
+  config = dataclasses.replace(CONFIG, **changes)
+  params = random_params(drafter_lib.Drafter(config), 1, *inputs)
+  got = jax.jit(drafter_lib.Drafter(config).apply)({'params': params}, *inputs)
+  features, embeddings, _ = inputs
+  for row in range(B):
+    for a in range(A):
+      want = naive_block(reference, config, params, features[row], embeddings[row, a], ANCHORS[row, a])
+      np.testing.assert_allclose(got[row, a], want, atol=2e-4, err_msg=f'row {row} block {a}')
+
+
+def test_slots_that_predict_from_the_anchor_on():
+  """Four slots draft four tokens, where the anchor's own slot predicts one; the block then counts five."""
+  config = dataclasses.replace(CONFIG, from_anchor=True, block_size=5)
+  np.testing.assert_array_equal(drafter_lib.block_tokens(jnp.array([[7]]), config), [[[7, 3, 3, 3]]])
+  hidden = jnp.arange(8.0).reshape(1, 1, 4, 2)
+  np.testing.assert_array_equal(drafter_lib.draft_slots(hidden, config), hidden)
+  np.testing.assert_array_equal(drafter_lib.draft_slots(hidden, CONFIG), hidden[:, :, 1:])
+
+
+def test_adjusted_logits_against_loops():
+  """Scale, cap, and the selector's path; everything that is no candidate is out."""
+  rng = np.random.default_rng(4)
+  vocab, rank, slots, candidates = 9, 5, 4, 3
+  config = dataclasses.replace(
+      CONFIG, logit_scale=0.5, logit_softcap=3.0, selector_rank=rank, selector_candidates=candidates)
+  draw = lambda *shape: rng.normal(size=shape)
+  logits, hidden, anchors = 4 * draw(B, slots, vocab), draw(B, slots, D), np.array([2, 8])
+  selector = {'predecessor': draw(vocab, rank), 'successor': draw(vocab, rank), 'projection': {'kernel': draw(D, rank)}}
+  got = drafter_lib.adjust_logits(
+      jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), {'selector': selector}), config,
+      *(jnp.asarray(x, jnp.float32) for x in (hidden, logits)), jnp.asarray(anchors, jnp.int32), jnp.float32)
+  changed = 0
+  for row in range(B):
+    before = anchors[row]
+    for slot in range(slots):
+      unary = 3 * np.tanh(logits[row, slot] * 0.5 / 3)
+      want = np.full(vocab, -np.inf)
+      for token in np.argsort(unary)[-candidates:]:
+        context = selector['predecessor'][before] * (hidden[row, slot] @ selector['projection']['kernel'])
+        want[token] = unary[token] + context @ selector['successor'][token]
+      np.testing.assert_allclose(got[row, slot], want, atol=1e-4)
+      before = np.argmax(want)
+      changed += before != np.argmax(unary)
+  assert changed  # Else the selector would not have been needed.
 
 
 def test_decoding_forward_is_training_forward(params, inputs):
@@ -213,7 +293,7 @@ def test_block_tokens():
 def test_from_target(tiny_config, random_params):
   config = drafter_lib.from_target(
       tiny_config, num_layers=2, block_size=5, target_layers=[0, 1], mask_token_id=12)
-  assert dataclasses.asdict(config) == dict(
+  assert config == drafter_lib.DrafterConfig(
       num_layers=2, block_size=5, target_layers=(0, 1), mask_token_id=12, width=16, mlp_width=20,
       num_heads=4, num_kv_heads=2, head_dim=6, rope_theta=100.0, norm_eps=1e-3, window=0, vocab_size=0)
   hash(config)

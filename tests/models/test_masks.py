@@ -25,6 +25,19 @@ def test_context_drawn():
   assert draw_mask(got) == ['......', 'xx....', '.xxx..', '......']
 
 
+def test_nearby_drawn():
+  got = masks.nearby(jnp.array([[4, 1]]), 5, 3, window=3)[0]
+  assert draw_mask(got[0]) == ['..xxx', '...xx', '....x']  # It is `context` that leaves out the anchor, 4.
+  assert draw_mask(got[1]) == ['xxxxx', 'xxxxx', '.xxxx']
+
+
+def test_own_block_drawn():
+  assert draw_mask(masks.own_block(3)) == ['xxx', 'xxx', 'xxx']
+  assert draw_mask(masks.own_block(4, window=2)) == ['xx..', 'xxx.', '.xxx', '..xx']
+  assert draw_mask(masks.own_block(3, causal=True)) == ['x..', 'xx.', 'xxx']
+  assert draw_mask(masks.own_block(4, window=2, causal=True)) == ['x...', 'xx..', '.xx.', '..xx']
+
+
 @settings(max_examples=30, deadline=None)
 @given(shape=SHAPES, data=st.data())
 def test_masks_by_loops(shape, data):

@@ -169,7 +169,7 @@ def test_cast_keeps_norms_and_embed_reads_rows(tiny_target):
   cast = target_lib.cast(params, jnp.bfloat16)
   assert cast['norm']['scale'].dtype == jnp.float32
   assert cast['layers_0']['attn']['q_proj']['kernel'].dtype == jnp.bfloat16
-  embedded = target_lib.embed(module.config, cast, jnp.array([[3, 0]]))
+  embedded = target_lib.embed(cast, jnp.array([[3, 0]]))
   assert embedded.dtype == jnp.float32
   want = np.asarray(params['embed']['embedding'])[[3, 0]].astype(jnp.bfloat16).astype(np.float32)
   np.testing.assert_array_equal(embedded[0], want)
