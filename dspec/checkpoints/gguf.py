@@ -160,7 +160,7 @@ def _config(
       raise UserError(
           f'{path}: {key} differs from the size of a head, {head_dim}; that is not supported'
       )
-  tensors_lib.check_heads(path, width, heads, kv_heads, head_dim)
+  tensors_lib.check_heads(path, heads, kv_heads, head_dim)
   theta = metadata.positive(of('rope.freq_base'), float, None)
   if theta is None:
     theta = 10_000.0

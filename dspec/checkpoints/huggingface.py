@@ -133,7 +133,7 @@ def read_config(folder: pathlib.Path) -> target_lib.TargetConfig:
   kv_heads = fields.positive('num_key_value_heads', int, heads)
   # Qwen 3 and Gemma 3 choose the size of a head freely: theirs must be said.
   head_dim = fields.positive('head_dim', int, ... if family in ('qwen3', 'gemma3') else width // heads)
-  tensors_lib.check_heads(fields.path, width, heads, kv_heads, head_dim)
+  tensors_lib.check_heads(fields.path, heads, kv_heads, head_dim)
   layers = fields.positive('num_hidden_layers', int)
   generation = folder / 'generation_config.json'
   ends = [_read_json(generation).get('eos_token_id') if generation.exists() else None, fields.raw('eos_token_id')]

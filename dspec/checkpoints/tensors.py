@@ -204,10 +204,10 @@ class Fields:
     return Fields(self.path, self.get(key, dict, {}), f'{self._what} {key}')
 
 
-def check_heads(source: Any, width: int, heads: int, kv_heads: int, head_dim: int) -> None:
+def check_heads(source: Any, heads: int, kv_heads: int, head_dim: int) -> None:
   """Refuses heads that attention cannot work with."""
   if head_dim < 2 or head_dim % 2 or heads % kv_heads:
-    raise UserError(f'{source}: {heads} heads of size {head_dim} with {kv_heads} key heads, width {width}, cannot work')
+    raise UserError(f'{source}: {heads} heads of size {head_dim} with {kv_heads} key heads cannot work')
 
 
 def eos_of(*values: Any) -> tuple[int, ...]:

@@ -91,7 +91,9 @@ def rotary(
 
 
 def _frequencies(half: int, theta: float) -> np.ndarray:
-  return np.float32(theta) ** (-np.arange(half, dtype=np.float32) / np.float32(half))
+  # In the order of operations, and the precision, in which models were trained: far positions multiply each rounding.
+  exponents = np.arange(0, 2 * half, 2, dtype=np.float32) / np.float32(2 * half)
+  return np.float32(1) / np.float32(theta) ** exponents
 
 
 def llama3_divisors(
