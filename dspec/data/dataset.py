@@ -115,13 +115,15 @@ def _prepare(config, folder, model, params, tokenizer) -> Dataset:
   feature_width = len(taps) * model.config.width
 
   def check_disk(num_tokens):
-    if not online and not (folder / name).exists():
+    if not online:
       features_lib.check_disk(folder, num_tokens, feature_width)
 
   if data.responses == 'as_written':
     held_out, rows, stats = _as_written(data, tokenizer)
   else:
-    held_out, rows, stats = _regenerated(data, folder, model, params, tokenizer, check_disk)
+    # Before the answers, whose lengths are not known yet: that every one is as long as it may be.
+    check_most = (lambda most: None) if (folder / name).exists() else check_disk
+    held_out, rows, stats = _regenerated(data, folder, model, params, tokenizer, check_most)
   # A block needs an anchor and one label.
   rows = [(ids, said) for ids, said in rows if any(a and b for a, b in itertools.pairwise(said))]
   if not rows:
@@ -153,7 +155,7 @@ def _prepare(config, folder, model, params, tokenizer) -> Dataset:
   return Dataset(tuple(paths), tuple(map(tuple, held_out)), length, counts, stats)
 
 
-def _regenerated(data, folder, model, params, tokenizer, check_disk):
+def _regenerated(data, folder, model, params, tokenizer, check_most):
   """Held-out prompts, rows (ids, supervised), and counts; the answers are the target's own."""
   prompts = _prompts(data, folder, model, params, tokenizer)
   ids, too_long = [], 0
@@ -169,8 +171,7 @@ def _regenerated(data, folder, model, params, tokenizer, check_disk):
         f'--config.data.max_prompt_tokens={data.max_prompt_tokens} tokens and {data.held_out} are held out; '
         'none is left to train on'
     )
-  # Before the answers, whose lengths are not known yet: that every one is as long as it may be.
-  check_disk(sum(map(len, training)) + len(training) * data.max_response_tokens)
+  check_most(sum(map(len, training)) + len(training) * data.max_response_tokens)
   answers = responses_lib.sample_resumably(
       folder / 'responses.jsonl', model, params, training, list(range(len(training))),
       jax.random.fold_in(jax.random.key(data.seed), 1), name='writing answers',
