@@ -143,6 +143,7 @@ def default(budget: str = '') -> ml_collections.ConfigDict:
   # Of these; 0: for each arm the fastest, from costs measured here and its acceptance on the first set.
   evaluate.latency_block_size = 0
   evaluate.latency_dtype = 'bfloat16'
+  evaluate.latency_trees = ()  # Sizes of draft trees that these are decoded with, too; 4 and 7 suit a CPU.
   evaluate.bootstrap_samples = 2000
 
   mechanisms = config.mechanisms = ml_collections.ConfigDict()  # A study of test-time mechanisms; see `dspec.mechanisms`.
@@ -173,7 +174,7 @@ def default(budget: str = '') -> ml_collections.ConfigDict:
     data.update(num_prompts=4000, held_out=128, max_response_tokens=256)
     drafter.update(window=64, vocab_size=16384)
     train.update(steps=3500, checkpoint_every=250, log_every=20)
-    evaluate.update(num_prompts=40, max_new_tokens=128, latency_prompts=8)
+    evaluate.update(num_prompts=40, max_new_tokens=128, latency_prompts=8, latency_trees=(4, 7))
   return config.lock()
 
 
@@ -445,6 +446,8 @@ def _value_problems(config: ml_collections.ConfigDict) -> list[str]:
     require(name in EVALUATION_SETS, 'evaluate.sets',
             f'unknown set {name!r}' + _nearest(str(name), EVALUATION_SETS))
   require(len(set(evaluate.sets)) == len(evaluate.sets), 'evaluate.sets', 'names a set twice')
+  require(all(type(size) is int and size >= 1 for size in evaluate.latency_trees), 'evaluate.latency_trees',
+          'must be whole numbers of at least 1')
   for key in ('evaluate.block_size', 'evaluate.latency_block_size', 'generate.block_size'):
     require(flat[key] == 0 or flat[key] >= 2, key, 'must be 0 (the trained one) or at least 2')
   generate = config.generate

@@ -1,7 +1,9 @@
 """One experiment from an empty folder to its report: target, data, training of each arm, decoding, tables and plots."""
 
+from collections.abc import Sequence
 import contextlib
 import dataclasses
+import itertools
 import json
 import os
 import pathlib
@@ -28,6 +30,7 @@ from dspec.checkpoints import targets
 from dspec.data import dataset as dataset_lib
 from dspec.data import prompts as prompts_lib
 from dspec.decoding import costs as costs_lib
+from dspec.decoding import speculative
 from dspec.errors import UserError
 from dspec.models import drafter as drafter_lib
 from dspec.models import target as target_lib
@@ -109,7 +112,7 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
     )
     latencies = evaluate_arms(
         config, target_config, params, trained, alone, dtype=jnp.dtype(e.latency_dtype), batch_size=1,
-        block_sizes=sizes,
+        block_sizes=sizes, trees=(0, *e.latency_trees),
     )
 
   with stage('mechanisms'):
@@ -202,9 +205,12 @@ def prompt_sets(config, data, humaneval, tokenizer, target_config) -> dict[str, 
 
 
 def evaluate_arms(
-    config, target_config, params, trained, sets, *, dtype, batch_size: int, block_sizes: dict[str, int]
+    config, target_config, params, trained, sets, *, dtype, batch_size: int, block_sizes: dict[str, int],
+    trees: Sequence[int] = (0,)
 ) -> dict[str, dict[str, Any]]:
   """{arm: {set: measures}}; plain decoding is run once a set, and every arm is compared with the first.
+
+  With draft trees, keys read `SET, tree of N`.
 
   Args:
     config: the whole config.
@@ -215,6 +221,7 @@ def evaluate_arms(
     dtype: of the matrix products.
     batch_size: prompts decoded at once.
     block_sizes: of decoding, by arm.
+    trees: sizes of the draft trees that everything is decoded with; 0 for one draft a round.
   """
   if not sets:
     return {name: {} for name, *_ in trained}
@@ -238,15 +245,18 @@ def evaluate_arms(
     arm_params = target_lib.cast(arm_params, dtype)
     shape = train.make_drafter_config(arm, target_config)
     shape = dataclasses.replace(shape, block_size=block_sizes[arm_name])
-    if shape not in compiled:
-      drafter = drafter_lib.Drafter(shape, dtype)
-      compiled[shape] = evaluate.compile_speculative(target, params, drafter, arm_params, **options)
     measures[arm_name] = {}
-    for name, reference in references.items():
+    for (set_name, reference), size in itertools.product(references.items(), trees):
+      name = f'{set_name}, tree of {size}' if size else set_name
+      if (shape, size) not in compiled:
+        compiled[shape, size] = evaluate.compile_speculative(
+            target, params, drafter_lib.Drafter(shape, dtype), arm_params,
+            drafting=speculative.Drafting(tree_size=size), **options
+        )
       evaluation = evaluate.decode_speculatively(
-          compiled[shape], arm_params, reference, f'speculative, {arm_name}, {name}'
+          compiled[shape, size], arm_params, reference, f'speculative, {arm_name}, {name}'
       )
-      result = evaluate.result(evaluation, speeds[name], **bootstrap)
+      result = evaluate.result(evaluation, speeds[set_name], **bootstrap)
       if name in first:
         result['gain'] = {
             'over': trained[0][0],
@@ -254,7 +264,7 @@ def evaluate_arms(
         }
       else:
         first[name] = evaluation
-      measures[arm_name][name] = result
+      measures[arm_name][name] = {**result, 'tree_size': size}
   return measures
 
 

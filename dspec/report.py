@@ -51,7 +51,9 @@ of it the speed-up reaches.
 
 _MECHANISM_NOTES = """\
 All in float32, against plain decoding that draws with the same key: mechanisms that verify by matching say the same
-text, above temperature 0 too; those that verify by rejection say another one of the same distribution. Speed-ups are of
+text, above temperature 0 too, but for rounding: a token alone is computed in another order than several, and a number
+drawn close to the border between two tokens may then fall on the other side of it. Those that verify by rejection say another
+text of the same distribution. Speed-ups are of
 this machine; a CPU pays for every node of a tree. Gains are of the accepted length: *by mechanism* over the first one
 with the same arm, *by arm* over the first one with the same mechanism.
 """
@@ -71,7 +73,7 @@ def write(workdir: str | pathlib.Path, results: Mapping[str, Any]) -> str:
       costs: {arm: {step, draft: {K: .}, verify: {K: .}}}, seconds for one prompt, see `dspec.decoding.costs`; arms may
         be missing.
       mechanisms: list as of `mechanisms.summarise`; may be empty.
-      S has num_prompts, new_tokens, rounds, identical_prompts, block_size, dtype, batch_size,
+      S has num_prompts, new_tokens, rounds, identical_prompts, block_size, tree_size (0: no tree), dtype, batch_size,
         ended_share, waste (shares in [0, 1]), accepted_length: {micro, micro_interval [2], macro,
         macro_interval [2]}, acceptance_by_slot [K-1] (share of rounds in which slots 1..k were all
         accepted), slot_accuracy [K-1] (draft equals the target's token, whatever came before),
@@ -112,14 +114,15 @@ def latency_rows(results: Mapping[str, Any]) -> list[dict[str, str]]:
   measures = [(arm['name'], s) for arm in arms for s in arm['latency'].values()]
   rows = []
   for row, (name, s) in zip(comparison_rows(arms, 'latency'), measures, strict=True):
-    rows.append({**{key: row[key] for key in row if key not in left_out}, 'block size': str(s['block_size'])})
-    if name in results['costs']:
+    rows.append({
+        **{key: row[key] for key in row if key not in left_out}, 'block size': str(s['block_size']), 'bound': ''})
+    if name in results['costs'] and not s['tree_size']:
       costs = results['costs'][name]
       round_seconds = sum(costs[part][str(s['block_size'])] for part in ('draft', 'verify'))
       bound = s['accepted_length']['micro'] * costs['step'] / round_seconds
       reached = s['speculative_tokens_per_second'] / s['autoregressive_tokens_per_second']
       rows[-1]['bound'] = f'{bound:.2f}x ({reached / bound:.0%})'
-  return rows
+  return rows if results['costs'] else [{key: row[key] for key in row if key != 'bound'} for row in rows]
 
 
 def mechanism_rows(study: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:

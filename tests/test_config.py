@@ -150,6 +150,7 @@ def test_unknown_budget_names_the_nearest():
     ('evaluate.block_size', 1, 'at least 2'),
     ('evaluate.latency_block_size', 1, 'at least 2'),
     ('evaluate.latency_prompts', -1, 'at least 0'),
+    ('evaluate.latency_trees', (4, 0), 'whole numbers of at least 1'),
     ('drafter.window', -1, 'at least 0'),
     ('drafter.vocab_size', -1, 'at least 0'),
     ('generate.temperature', -1.0, 'at least 0'),

@@ -83,11 +83,14 @@ def test_the_same_command_again_trains_nothing(smoke, environment):
   curve = (folder / 'chain_loss' / 'metrics.jsonl').read_text()
   before = json.loads((folder / 'report.json').read_text())['arms'][0]
   done = subprocess.run(
-      command(folder, '--config.evaluate.max_new_tokens=12'), env=environment, capture_output=True,
+      command(folder, '--config.evaluate.max_new_tokens=12', '--config.evaluate.latency_trees=(3,)'),
+      env=environment, capture_output=True,
       text=True, timeout=600, check=False)
   assert done.returncode == 0, done.stderr
   arm = json.loads((folder / 'report.json').read_text())['arms'][0]
   assert arm['train']['steps_this_run'] == 0
+  assert {name: alone['tree_size'] for name, alone in arm['latency'].items()} == {
+      'held_out': 0, 'held_out, tree of 3': 3, 'humaneval': 0, 'humaneval, tree of 3': 3}
   assert arm['curve'] == before['curve']
   assert (folder / 'chain_loss' / 'metrics.jsonl').read_text() == curve
   measured = arm['sets']['held_out']

@@ -40,7 +40,7 @@ def _arm(name, loss, micro, gain, seed):
       'train': {'steps': 400, 'seconds': 201.25, 'slots_per_second': 9876.5}, 'curve': curve,
       'sets': {'held_out': _set(micro, gain, seed),
                'humaneval': _set(micro + 0.25, gain, seed + 1)},
-      'latency': {'held_out': {**_set(micro - 0.25, gain, seed + 2), 'batch_size': 1, 'block_size': 4}},
+      'latency': {'held_out': {**_set(micro - 0.25, gain, seed + 2), 'batch_size': 1, 'block_size': 4, 'tree_size': 0}},
   }
 
 
