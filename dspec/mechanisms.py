@@ -6,6 +6,7 @@ a stopped study goes on where it was.
 """
 
 from collections.abc import Mapping, Sequence
+import dataclasses
 import json
 import pathlib
 from typing import Any
@@ -24,7 +25,7 @@ from dspec.errors import UserError
 from dspec.models import drafter as drafter_lib
 from dspec.models import target as target_lib
 
-OPTIONS = ('drafter_temperature', 'num_drafts', 'tree_size')
+OPTIONS = ('block_size', 'drafter_temperature', 'num_drafts', 'tree_size')
 # What a result is of; the rest of its line was measured.
 _SETTING = ('arm', 'set', 'mechanism', *OPTIONS, 'temperature', 'batch_size', 'num_prompts', 'max_new_tokens')
 
@@ -57,6 +58,8 @@ def check(config: ml_collections.ConfigDict) -> None:
       raise UserError(f'--config.mechanisms.of, {name!r}: no option {unknown[0]!r}; there are: {", ".join(OPTIONS)}')
     try:
       drafting(changes)
+      if changes.get('block_size', 2) < 2:
+        raise UserError(f"block_size is {changes['block_size']}: must be at least 2")
     except UserError as error:
       raise UserError(f'--config.mechanisms.of, {name!r}: {error}') from error
   names = [name for name, _ in m.of]
@@ -116,7 +119,9 @@ def run(
             }
             if _setting(setting) not in done:
               references = references or _references(target, params, sets, options)
-              drafter = drafter_lib.Drafter(train.make_drafter_config(arm, target_config))
+              shape = train.make_drafter_config(arm, target_config)
+              shape = dataclasses.replace(shape, block_size=changes.get('block_size') or shape.block_size)
+              drafter = drafter_lib.Drafter(shape)
               if drafter not in compiled:
                 compiled[drafter] = evaluate.compile_speculative(
                     target, params, drafter, arm_params, drafting=drafting(changes), **options
@@ -132,7 +137,7 @@ def run(
 
 
 def _setting(line: dict[str, Any]) -> str:
-  return json.dumps([line[name] for name in _SETTING])
+  return json.dumps([line.get(name) for name in _SETTING])
 
 
 def _references(target, params, sets, options) -> dict[str, evaluate.Reference]:

@@ -15,7 +15,7 @@ from dspec.errors import UserError
 from dspec.models import drafter as drafter_lib
 
 OF = (
-    ('plain', {}), ('rejection', {'drafter_temperature': 1.0}),
+    ('plain', {}), ('block of 2', {'block_size': 2}), ('rejection', {'drafter_temperature': 1.0}),
     ('select 2', {'drafter_temperature': 1.0, 'num_drafts': 2}), ('tree 5', {'tree_size': 5}),
 )
 
@@ -47,7 +47,7 @@ def study(untrained_target, tmp_path_factory):
 
 def test_every_mechanism_says_what_plain_decoding_says(study):
   _, _, results = study
-  assert len(results) == len({json.dumps({k: r[k] for k in mechanisms._SETTING}) for r in results}) == 2 * 4 * 2
+  assert len(results) == len({json.dumps({k: r[k] for k in mechanisms._SETTING}) for r in results}) == 2 * 5 * 2
   for result in results:
     assert len(result['gained']) == len(result['rounds']) == result['num_prompts'] == 3
     assert result['tokens'] == sum(result['gained']) + 3  # With the prefill's.
@@ -56,7 +56,8 @@ def test_every_mechanism_says_what_plain_decoding_says(study):
       assert result['tokens'] == result['plain_tokens']
   # Drafts of a wider tree include those of the single block.
   at = {(r['arm'], r['mechanism']): sum(r['rounds']) for r in results if r['temperature'] == 0}
-  assert all(at[arm, 'tree 5'] <= at[arm, 'plain'] for arm in 'ab')
+  assert all(at[arm, 'tree 5'] <= at[arm, 'plain'] <= at[arm, 'block of 2'] for arm in 'ab')
+  assert all(max(r['gained']) <= 2 * max(r['rounds']) for r in results if r['mechanism'] == 'block of 2')
 
 
 def test_goes_on_where_it_was_stopped(study, tmp_path, monkeypatch):
@@ -98,8 +99,9 @@ def test_summary_recomputed(study):
 
 @pytest.mark.parametrize('changes, text', [
     ({'of': ('tree',)}, 'must be a pair'),
-    ({'of': (('a', {'trees': 3}),)}, "'a': no option 'trees'; there are: drafter_temperature"),
+    ({'of': (('a', {'trees': 3}),)}, "'a': no option 'trees'; there are: block_size, drafter_temperature"),
     ({'of': (('a', {'num_drafts': 4}),)}, "'a': num_drafts is 4"),
+    ({'of': (('a', {'block_size': 1}),)}, "'a': block_size is 1"),
     ({'of': (('a', {}), ('a', {'tree_size': 3}))}, 'names must differ'),
     ({'temperatures': ()}, 'needs mechanisms.sets'),
     ({'sets': ('humaneval',)}, 'must be among evaluate.sets'),

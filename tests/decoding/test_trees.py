@@ -266,13 +266,14 @@ OTHERS = {
 @pytest.mark.parametrize('kind', ['one draft', 'two drafts', 'tree'])
 @pytest.mark.parametrize('family', OTHERS)
 def test_other_families_say_what_the_target_says(make_target, make_drafter, family, kind):
-  drafting = MANY.get(kind, speculative.Drafting())
-  for seed in range(2):
+  drafting, accepted = MANY.get(kind, speculative.Drafting()), 0
+  for seed in range(4):
     got, trace, want = decode(
         speculative.generate, make_target, make_drafter, seed, sampling.GREEDY, drafting, block_size=6, family=family,
         **OTHERS[family])
     assert_same(got, want)
-    assert (np.asarray(trace.accepted_BxR) > 0).any()
+    accepted += np.asarray(trace.accepted_BxR).sum()
+  assert accepted > 0
 
 
 @pytest.mark.parametrize('limit', [0, 1, 2])
