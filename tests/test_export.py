@@ -72,6 +72,7 @@ def finish(config, workdir, params, tmp_path, step=STEPS):
   """A workdir as a run leaves it, with the checkpoint of its last arm."""
   workdir.mkdir()
   (workdir / 'config.json').write_text(config_lib.to_json(config))
+  (tmp_path / 'rows').mkdir()
   rows = features.write(tmp_path / 'rows', None, None, [(list(range(9)), 2)] * 4, ())
   iterator = iter(pipeline.batches(rows, seed=0, batch_size=2, length=10, anchors=2))
   with checkpoints.open_manager(workdir / 'second' / 'checkpoints') as manager:
