@@ -94,6 +94,7 @@ def test_the_last_arm_of_a_run(config, loads, params, target, tmp_path, format):
   export.run(config, str(workdir), format, str(out))
   assert sorted(path.name for path in out.iterdir()) == ['README.md', 'config.json', 'model.safetensors']
   assert list(out.parent.iterdir()) == [out]
+  assert len({path.stat().st_mode for path in out.iterdir()}) == 1  # Who may read one may read all.
   shape, got, info = dflash.load_drafter(out)
   assert info.format == format
   assert shape.vocab_size == (4 if format == 'speculators' else 0)

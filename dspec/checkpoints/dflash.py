@@ -632,7 +632,8 @@ def save_speculators(
       'sample_from_anchor': c.from_anchor,
       'tie_word_embeddings': False,
       'dtype': 'bfloat16',
-      'transformer_layer_config': _body_values(c, target),
+      # The head is not the embedding here, whatever the target does.
+      'transformer_layer_config': {**_body_values(c, target), 'tie_word_embeddings': False},
       'speculators_config': {
           'algorithm': 'dflash',
           'default_proposal_method': 'greedy',
@@ -700,5 +701,7 @@ def _write(folder: Path, values: dict[str, Any], tensors: dict[str, np.ndarray])
   try:
     safetensors_numpy.save_file(tensors, folder / 'model.safetensors', metadata={'format': 'pt'})
     (folder / 'config.json').write_text(json.dumps(values, indent=2) + '\n', 'utf-8')
+    # The writer of tensors leaves a file that nobody else may read, and engines often run as somebody else.
+    (folder / 'model.safetensors').chmod((folder / 'config.json').stat().st_mode)
   except (OSError, safetensors.SafetensorError) as error:
     raise UserError(f'cannot write to {folder}: {error}') from error

@@ -609,7 +609,8 @@ def test_our_export_there(zlab, llama, their_drafter, block, tmp_path, variant):
       got[:, 0], their_hidden(zlab, theirs, *block[:2]).numpy(), rtol=1e-4, atol=1e-4 * np.abs(got).max())
 
 
-@pytest.mark.parametrize('variant, stop', [('plain', None), ('plain', 1), ('sliding', None), ('DFlash 2', None)])
+@pytest.mark.parametrize('variant, stop', [
+    ('plain', None), ('plain', 1), ('sliding', None), ('scaled', None), ('DFlash 2', None)])
 def test_the_same_rounds_as_their_loop(zlab, llama, their_drafter, variant, stop):
   """Their generation and ours: tokens, and the tokens that every round gains.
 
