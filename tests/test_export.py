@@ -144,7 +144,7 @@ def test_an_imported_drafter_into_the_other_format(config, loads, params, target
     ('no out', '--out is missing'),
     ('full out', 'exists and is not an empty folder'),
     ('file out', 'exists and is not an empty folder'),
-    ('window', '--config.drafter.window=16: no engine can serve'),
+    ('window', '--config.drafter.window=16: the formats cannot say'),
     ('no run', 'no run here; train first'),
     ('other run', 'they differ in seed'),
     ('unfinished', 'second was trained for 3 of 6 steps'),

@@ -521,20 +521,21 @@ def _foreign(what: str, own: np.ndarray | None, of_target: np.ndarray) -> str:
 
 
 def check_window(window: int) -> None:
-  """Refuses a drafter that sees a window of the context.
+  """Refuses a drafter that sees a window of the context, for which the formats have no word.
 
   Raises:
     UserError: with what to do.
   """
   if window:
     raise UserError(
-        f'--config.drafter.window={window}: no engine can serve a drafter that sees the last {window} positions of the '
-        'context; train one with --config.drafter.window=0, in a --workdir of its own, and export that'
+        f'--config.drafter.window={window}: the formats cannot say that a block sees the last {window} positions of the '
+        'context alone, and an engine would show it all of them; train one with --config.drafter.window=0, in a '
+        '--workdir of its own, and export that'
     )
 
 
 def check_export(config: drafter_lib.DrafterConfig, format: str) -> None:
-  """Refuses a drafter that a format cannot express, or that no engine would run as it was trained.
+  """Refuses a drafter that a format cannot express, so that engines would not run it as it was trained.
 
   Raises:
     UserError: with what is wrong and what to do.
