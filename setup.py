@@ -19,7 +19,7 @@ setuptools.setup(
     extras_require={
         'test': ['pytest', 'hypothesis', 'nbclient', 'ipykernel'],
         'benchmark': ['torch', 'transformers'],
-        # Independent code that the tests compare with; the last releases of dflash want these two.
+        # Independent code that tests/checkpoints/test_dflash.py compares with.
         'interop': ['dflash', 'torch', 'transformers'],
     },
 )

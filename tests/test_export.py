@@ -71,6 +71,7 @@ def finish(config, workdir, params, tmp_path, step=STEPS):
   """A workdir as a run leaves it, with the checkpoint of its last arm."""
   workdir.mkdir()
   (workdir / 'config.json').write_text(config_lib.to_json(config))
+  (tmp_path / 'rows').mkdir()
   rows = features.write(tmp_path / 'rows', None, None, [(list(range(9)), [False] * 2 + [True] * 7)] * 4, ())
   iterator = iter(pipeline.batches(rows, seed=0, batch_size=2, length=10, anchors=2))
   with checkpoints.open_manager(workdir / 'second' / 'checkpoints') as manager:
@@ -92,6 +93,7 @@ def test_the_last_arm_of_a_run(config, loads, params, target, tmp_path, format):
   export.run(config, str(workdir), format, str(out))
   assert sorted(path.name for path in out.iterdir()) == ['README.md', 'config.json', 'model.safetensors']
   assert list(out.parent.iterdir()) == [out]
+  assert len({path.stat().st_mode for path in out.iterdir()}) == 1  # Who may read one may read all.
   shape, got, info = dflash.load_drafter(out)
   assert info.format == format
   assert shape.vocab_size == (4 if format == 'speculators' else 0)
@@ -141,7 +143,7 @@ def test_an_imported_drafter_into_the_other_format(config, loads, params, target
     ('no out', '--out is missing'),
     ('full out', 'exists and is not an empty folder'),
     ('file out', 'exists and is not an empty folder'),
-    ('window', '--config.drafter.window=16: no engine can serve'),
+    ('window', '--config.drafter.window=16: the formats cannot say'),
     ('no run', 'no run here; train first'),
     ('other run', 'they differ in seed'),
     ('unfinished', 'second was trained for 3 of 6 steps'),

@@ -521,20 +521,21 @@ def _foreign(what: str, own: np.ndarray | None, of_target: np.ndarray) -> str:
 
 
 def check_window(window: int) -> None:
-  """Refuses a drafter that sees a window of the context.
+  """Refuses a drafter that sees a window of the context, for which the formats have no word.
 
   Raises:
     UserError: with what to do.
   """
   if window:
     raise UserError(
-        f'--config.drafter.window={window}: no engine can serve a drafter that sees the last {window} positions of the '
-        'context; train one with --config.drafter.window=0, in a --workdir of its own, and export that'
+        f'--config.drafter.window={window}: the formats cannot say that a block sees the last {window} positions of the '
+        'context alone, and an engine would show it all of them; train one with --config.drafter.window=0, in a '
+        '--workdir of its own, and export that'
     )
 
 
 def check_export(config: drafter_lib.DrafterConfig, format: str) -> None:
-  """Refuses a drafter that a format cannot express, or that no engine would run as it was trained.
+  """Refuses a drafter that a format cannot express, so that engines would not run it as it was trained.
 
   Raises:
     UserError: with what is wrong and what to do.
@@ -633,7 +634,8 @@ def save_speculators(
       'sample_from_anchor': c.from_anchor,
       'tie_word_embeddings': False,
       'dtype': 'bfloat16',
-      'transformer_layer_config': _body_values(c, target),
+      # The head is not the embedding here, whatever the target does.
+      'transformer_layer_config': {**_body_values(c, target), 'tie_word_embeddings': False},
       'speculators_config': {
           'algorithm': 'dflash',
           'default_proposal_method': 'greedy',
@@ -701,5 +703,7 @@ def _write(folder: Path, values: dict[str, Any], tensors: dict[str, np.ndarray])
   try:
     safetensors_numpy.save_file(tensors, folder / 'model.safetensors', metadata={'format': 'pt'})
     (folder / 'config.json').write_text(json.dumps(values, indent=2) + '\n', 'utf-8')
+    # The writer of tensors leaves a file that nobody else may read, and engines often run as somebody else.
+    (folder / 'model.safetensors').chmod((folder / 'config.json').stat().st_mode)
   except (OSError, safetensors.SafetensorError) as error:
     raise UserError(f'cannot write to {folder}: {error}') from error

@@ -197,7 +197,7 @@ def _select(selector, hidden_BxSxD, logits_BxSxV, anchors_B, num_candidates, dty
   """
   unary_BxSxC, candidates_BxSxC = jax.lax.top_k(logits_BxSxV, num_candidates)
   context_BxSxR = blocks.matmul(hidden_BxSxD, selector['projection']['kernel'], dtype)
-  row = lambda name, tokens: selector[name][tokens].astype(jnp.float32)
+  row = lambda name, tokens: jnp.asarray(selector[name])[tokens].astype(jnp.float32)
 
   def choose(before_B, slot):
     unary_BxC, candidates_BxC, context_BxR = slot

@@ -108,8 +108,9 @@ def target_params():
 
 def own(target_params, rows=slice(None)):
   """What a speculators checkpoint holds of its target."""
-  return {'embed_tokens.weight': target_params['embed']['embedding'].astype(ml_dtypes.bfloat16),
-          'lm_head.weight': np.ascontiguousarray(target_lib.head_VxD(target_params)[rows]).astype(ml_dtypes.bfloat16)}
+  copy = lambda x: np.ascontiguousarray(x).astype(ml_dtypes.bfloat16)
+  return {'embed_tokens.weight': copy(target_params['embed']['embedding']),
+          'lm_head.weight': copy(target_lib.head_VxD(target_params)[rows])}
 
 
 def vocabulary():
@@ -533,7 +534,7 @@ def their_drafter(zlab, tmp_path_factory):
       config |= {'dflash_config': inner, 'num_target_layers': 5, 'vocab_size': TINY_V, 'dtype': 'float32'}
       kind = zlab.model.DFlash2DraftModel if variant == 'DFlash 2' else zlab.model.DFlashDraftModel
       model = kind(zlab.transformers.Qwen3Config(**config)).eval()
-      randomise(zlab, model, len(made))
+      randomise(zlab, model, list(VARIANTS).index(variant))
       folder = tmp_path_factory.mktemp('theirs')
       model.save_pretrained(folder)
       made[variant] = model, folder
@@ -608,8 +609,8 @@ def test_our_export_there(zlab, llama, their_drafter, block, tmp_path, variant):
       got[:, 0], their_hidden(zlab, theirs, *block[:2]).numpy(), rtol=1e-4, atol=1e-4 * np.abs(got).max())
 
 
-@pytest.mark.parametrize('stop', [None, 7])
-@pytest.mark.parametrize('variant', VARIANTS)
+@pytest.mark.parametrize('variant, stop', [
+    ('plain', None), ('plain', 1), ('sliding', None), ('scaled', None), ('DFlash 2', None)])
 def test_the_same_rounds_as_their_loop(zlab, llama, their_drafter, variant, stop):
   """Their generation and ours: tokens, and the tokens that every round gains.
 
@@ -618,9 +619,9 @@ def test_the_same_rounds_as_their_loop(zlab, llama, their_drafter, variant, stop
   model, target, target_params = llama
   theirs, folder = their_drafter(variant)
   config, params, _ = dflash.load_drafter(folder)
-  new, lengths = 60, set()
+  new, lengths = 50, set()
   target = target_lib.Target(dataclasses.replace(target.config, eos_ids=() if stop is None else (stop,)))
-  for seed in range(3):
+  for seed in (0, 2, 7):
     prompt = np.random.default_rng(seed).integers(0, 10, size=(1, 6))
     want = zlab.model.dflash_generate(
         theirs, model, zlab.torch.from_numpy(prompt), new, None if stop is None else [stop], return_stats=True)

@@ -325,12 +325,12 @@ def make_imported():
   return make
 
 
-@pytest.mark.parametrize('drafting', [
-    speculative.Drafting(), speculative.Drafting(sampling.Sampling(1.0)),
-    speculative.Drafting(sampling.Sampling(1.0), num_drafts=2), speculative.Drafting(tree_size=5)])
-@pytest.mark.parametrize('changes', [
-    DFLASH2, {'from_anchor': True},
-    {'layer_windows': (3, 0), 'causal_layers': (0,), 'embedding_scale': 2.0, 'logit_scale': 0.5, 'logit_softcap': 2.0}])
+@pytest.mark.parametrize('changes, drafting', [
+    (DFLASH2, speculative.Drafting()),
+    (DFLASH2, speculative.Drafting(sampling.Sampling(1.0))),
+    (DFLASH2, speculative.Drafting(sampling.Sampling(1.0), num_drafts=2)),
+    ({'layer_windows': (3, 0), 'causal_layers': (0,), 'embedding_scale': 2.0, 'logit_scale': 0.5, 'logit_softcap': 2.0},
+     speculative.Drafting())])
 def test_imported_drafters_change_drafts_alone(make_target, make_imported, changes, drafting):
   module, params = make_target(9, 3)
   prompts, lengths = draw_prompts(3, vocab=9)
@@ -362,6 +362,7 @@ def test_the_anchors_slot_predicts_the_first_token(make_target, make_imported, u
   prompts, lengths = draw_prompts(5, vocab=9)
   rows, trace = speculative.generate(
       module, params, drafter, drafter_params, prompts, lengths, max_new_tokens=LIMIT)
+  assert_same(rows, oracle(module, params, prompts, lengths))
   assert trace.drafts_BxRxS.shape[-1] == drafter.config.num_slots == K - 1
   _, features = uncached(module, params, rows.tokens_BxT, (0,))
   for row, start in enumerate(np.asarray(trace.starts_BxR[:, 1])):
