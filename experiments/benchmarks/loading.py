@@ -5,6 +5,8 @@
 Writes a Llama of Llama-3-8B's widths in bfloat16 (0.44 GB a layer; and twice 1.05 GB for embedding and head), in shards
 of at most 5 GB, then loads it twice: handing each tensor away, as to an accelerator, and keeping them all. Prints the
 peak of the process's private memory (RssAnon of /proc/self/status, Linux only), next to the largest tensor.
+
+With --layers=8: checkpoint 5.59 GB, largest tensor 1.05 GB; handed away, a peak of 1.07 GB; kept, 5.62 GB.
 """
 
 import json
