@@ -31,6 +31,7 @@ _CHOICES = {
     'loss.reduction': ('mean', 'sum'),
     'target.dtype': ('float32', 'bfloat16'),
     'train.compute_dtype': ('bfloat16', 'float32'),
+    'train.remat': ('none', 'products', 'layers'),
     'evaluate.dtype': ('float32', 'bfloat16'),
     'evaluate.latency_dtype': ('bfloat16', 'float32'),
     'generate.dtype': ('bfloat16', 'float32'),
@@ -39,13 +40,13 @@ _AT_LEAST_ONE = (
     'data.num_prompts', 'data.max_prompt_tokens', 'data.max_response_tokens',
     'data.generation_batch_size', 'drafter.num_layers', 'train.batch_size',
     'train.anchors', 'train.head_chunk', 'train.checkpoint_every', 'train.log_every',
-    'evaluate.num_prompts', 'evaluate.max_new_tokens', 'evaluate.batch_size',
+    'mesh.fsdp', 'mesh.tensor', 'evaluate.num_prompts', 'evaluate.max_new_tokens', 'evaluate.batch_size',
     'evaluate.bootstrap_samples', 'generate.max_new_tokens', 'generate.num_drafts', 'mechanisms.num_prompts',
     'mechanisms.max_new_tokens',
 )
 _AT_LEAST_ZERO = (
     'seed', 'data.seed', 'data.held_out', 'data.response_temperature', 'drafter.mask_token_id',
-    'drafter.window', 'drafter.vocab_size', 'train.steps',
+    'drafter.window', 'drafter.vocab_size', 'mesh.data', 'train.steps',
     'loss.first_error', 'loss.chain', 'train.weight_decay', 'evaluate.latency_prompts',
     'generate.temperature', 'generate.top_k', 'generate.drafter_temperature', 'generate.tree_size',
 )
@@ -118,6 +119,11 @@ def default(budget: str = '') -> ml_collections.ConfigDict:
   loss.chain = 0.0  # alpha_c, on the paper's scale (K=16), whatever block_size is.
   loss.reduction = 'mean'  # Of the slots: 'mean' or, as the paper prints it, 'sum'.
 
+  mesh = config.mesh = ml_collections.ConfigDict()  # Devices, by what they share; see `dspec.sharding`.
+  mesh.data = 0  # Each takes other rows of a batch; 0: as many as the others leave.
+  mesh.fsdp = 1  # They, too, and each holds a part of every matrix.
+  mesh.tensor = 1  # Each computes a part of every matrix product.
+
   train = config.train = ml_collections.ConfigDict()
   train.steps = 800
   # Many sequences with few blocks each: blocks of one sequence teach much the same.
@@ -129,6 +135,8 @@ def default(budget: str = '') -> ml_collections.ConfigDict:
   train.clip_norm = 1.0
   train.head_chunk = 480  # Slots whose logits over the vocabulary are held at once.
   train.compute_dtype = 'bfloat16'  # Of the matmuls' operands; weights and sums stay float32.
+  # What the drafter's layers keep for the backward pass: all ('none'), 'products' of matrices, or the inputs of 'layers'.
+  train.remat = 'none'
   train.checkpoint_every = 100
   train.log_every = 10
 
@@ -366,6 +374,13 @@ def validate_against_target(
     if fixed + new > target_config.max_length:
       problems.append(_problem(key, new, f'with template, prompt and block {fixed + new} tokens; '
                                f'the target holds {target_config.max_length}'))
+  for axis, what, size in (
+      ('tensor', 'heads', target_config.num_heads), ('tensor', 'key heads', target_config.num_kv_heads),
+      ('tensor', 'columns of the MLP', target_config.mlp_width), ('tensor', 'tokens', target_config.vocab_size),
+      ('fsdp', 'channels', target_config.width)):
+    parts = config.mesh[axis]
+    if size % parts:
+      problems.append(_problem(f'mesh.{axis}', parts, f'must divide the {size} {what} of the target'))
   if problems:
     raise UserError('\n'.join(problems))
 

@@ -69,12 +69,13 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
   check_workdir(config, workdir)
   mechanisms.check(config)
   cache_dir = config_lib.cache_dir(config)
-  sharding.make_mesh(config.train.batch_size)
+  mesh = sharding.make_mesh(config)
   humaneval = prompts_lib.humaneval() if 'humaneval' in config.evaluate.sets else []
   with stage('target'):
     path = targets.locate(config, cache_dir)
     target_config, params, tokenizer = targets.load(config, path, place=lambda _, array: jax.device_put(array))
     config_lib.validate_against_target(config, target_config, tokenizer)
+    sharding.check_target(mesh, target_config)
     for _, arm in arms(config):
       imported.check(arm, target_config, params, tokenizer)
     fingerprint = targets.fingerprint(path)

@@ -1,31 +1,120 @@
-"""Where arrays live: one mesh over all devices, batches split along it, everything else replicated."""
+"""Where arrays live: one mesh, and one table that says how every parameter is split over it.
+
+The mesh has three axes. The rows of a batch are split over `data` and `fsdp`. Matrices, of target and drafter, and what
+the optimizer keeps of them, are split over `fsdp`, which gathers each as it is used, and over `tensor`, which computes
+heads, columns of the MLP and the vocabulary apart. With fsdp = tensor = 1 every device holds all parameters.
+
+The compiler carries these placements through a program. `constrain` says what it would not find by itself.
+"""
+
+from collections.abc import Sequence
+import re
+from typing import Any
 
 import jax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+import ml_collections
+import numpy as np
 
 from dspec.errors import UserError
 
+AXES = ('data', 'fsdp', 'tensor')
+BATCH = PartitionSpec(('data', 'fsdp'))
+CACHE = PartitionSpec(('data', 'fsdp'), 'tensor')  # Of keys and values, [B, Hkv, ...].
+VOCABULARY = PartitionSpec('tensor', None)  # Of the head, [V, D].
 
-def make_mesh(batch_size: int) -> Mesh:
-  """A mesh of all devices with the axis 'data'.
+# By the end of a parameter's path; a kernel is [in, out]. What no line names is whole on every device.
+_RULES: tuple[tuple[str, PartitionSpec], ...] = (
+    ('embed/embedding', PartitionSpec('tensor', 'fsdp')),
+    ('lm_head/kernel', PartitionSpec('fsdp', 'tensor')),
+    ('(q|k|v|gate|up)_proj/kernel', PartitionSpec('fsdp', 'tensor')),
+    ('(q|k|v)_proj/bias', PartitionSpec('tensor')),
+    ('(o|down)_proj/kernel', PartitionSpec('tensor', 'fsdp')),
+    ('fc/kernel', PartitionSpec('tensor', 'fsdp')),
+)
+
+
+def make_mesh(config: ml_collections.ConfigDict) -> Mesh:
+  """The mesh of all devices that `config.mesh` asks for.
 
   Raises:
-    UserError: when the batch does not divide evenly.
+    UserError: when its sizes do not make up the devices, or do not divide the batch.
   """
-  devices = jax.device_count()
-  if batch_size % devices:
-    raise UserError(
-        f'--config.train.batch_size={batch_size} is not a multiple of the {devices} devices'
-    )
+  devices, m = jax.device_count(), config.mesh
+  data = m.data or max(devices // (m.fsdp * m.tensor), 1)
+  problems = []
+  if data * m.fsdp * m.tensor != devices:
+    problems.append(
+        f'--config.mesh.data={m.data} --config.mesh.fsdp={m.fsdp} --config.mesh.tensor={m.tensor}: there are {devices} '
+        'devices, and the product must be as many; data=0 takes what the others leave')
+  if config.train.batch_size % (data * m.fsdp):
+    problems.append(
+        f'--config.train.batch_size={config.train.batch_size} is not a multiple of the {data * m.fsdp} groups of devices '
+        f'that share a batch, mesh.data={data} times mesh.fsdp={m.fsdp}')
+  if problems:
+    raise UserError('\n'.join(problems))
   # Auto: shardings propagate from inputs and outputs; Explicit, the default, would need annotations in every layer.
-  return jax.make_mesh((devices,), ('data',), axis_types=(AxisType.Auto,))
+  return jax.make_mesh((data, m.fsdp, m.tensor), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+def spec(path: Sequence[str]) -> PartitionSpec:
+  """What the table says of a parameter, or of what an optimizer keeps under the same path behind a prefix."""
+  name = '/'.join(path)
+  return next((found for pattern, found in _RULES if re.search(f'(^|/){pattern}$', name)), PartitionSpec())
+
+
+def of(mesh: Mesh, tree: Any) -> Any:
+  """The shardings of a tree of parameters, or of a training state; see `spec`.
+
+  An axis of an array that the mesh does not divide stays whole: drafters of others come in all sizes.
+  """
+
+  def sharding(path, x):
+    return NamedSharding(mesh, _dividing(mesh, spec(list(map(_name, path))), x.shape))
+
+  return jax.tree_util.tree_map_with_path(sharding, tree)
+
+
+def place(path: Sequence[str], array: np.ndarray) -> jax.Array:
+  """One parameter on the mesh of `jax.set_mesh`, each device taking its own part."""
+  mesh = jax.sharding.get_mesh()
+  return jax.device_put(array, NamedSharding(mesh, _dividing(mesh, spec(path), array.shape)))
 
 
 def batch(mesh: Mesh) -> NamedSharding:
   """Leading axis split over the devices."""
-  return NamedSharding(mesh, PartitionSpec('data'))
+  return NamedSharding(mesh, BATCH)
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
   """A whole copy on every device."""
   return NamedSharding(mesh, PartitionSpec())
+
+
+def constrain(x: jax.Array, spec: PartitionSpec) -> jax.Array:
+  """`x`, placed so on the mesh of `jax.set_mesh`; as it is where there is none, or only one device.
+
+  An axis that the mesh does not divide stays whole.
+  """
+  mesh = jax.sharding.get_abstract_mesh()
+  if mesh.size <= 1:
+    return x
+  return jax.lax.with_sharding_constraint(x, _dividing(mesh, spec, x.shape))
+
+
+def constrain_embedded(x: jax.Array) -> jax.Array:
+  """Rows of an embedding, `[B, ..., D]`, looked up: from its channels over `fsdp` to the batch over `fsdp`."""
+  # Said in two steps, each of which is one exchange; in one, the compiler copies everything everywhere.
+  x = constrain(x, PartitionSpec('data', *[None] * (x.ndim - 2), 'fsdp'))
+  return constrain(x, BATCH)
+
+
+def _dividing(mesh, spec: PartitionSpec, shape: Sequence[int]) -> PartitionSpec:
+  """The spec without the axes whose number of parts does not divide the array's."""
+  parts = lambda axes: int(np.prod([mesh.shape[axis] for axis in ((axes,) if isinstance(axes, str) else axes or ())]))
+  return PartitionSpec(*(None if size % parts(axes) else axes for axes, size in zip(spec, shape)))
+
+
+def _name(entry: Any) -> str:
+  """Of a key in a path of `jax.tree_util`."""
+  return str(next(getattr(entry, field) for field in ('key', 'name', 'idx') if hasattr(entry, field)))

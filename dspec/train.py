@@ -89,7 +89,8 @@ def loss_fn(
   head_VxD = target_lib.head_VxD(target_params)
   labels = drafter_lib.draft_rows(params, labels, head_VxD.shape[0])
   valid &= labels >= 0  # What cannot be drafted ends a block, and so does not count, nor what follows it.
-  head = drafter_lib.draft_head(params, head_VxD)
+  # Gathered over `fsdp` here, once, and not in every chunk.
+  head = sharding.constrain(drafter_lib.draft_head(params, head_VxD), sharding.VOCABULARY)
   scores = score_slots_chunked(
       drafter_lib.draft_slots(hidden, drafter.config), head, labels, valid, chunk_size=head_chunk,
       compute_dtype=drafter.dtype,
@@ -209,23 +210,16 @@ def run(
   given = dflash.load_drafter(config.drafter.init)[1] if config.drafter.init else None
   if not t.steps:
     return given, _summary(t.steps, 0.0, 0, [], given, data)
-  mesh = sharding.make_mesh(t.batch_size)
-  drafter = drafter_lib.Drafter(make_drafter_config(config, target.config), jnp.dtype(t.compute_dtype))
+  mesh = sharding.make_mesh(config)
+  drafter = drafter_lib.Drafter(make_drafter_config(config, target.config), jnp.dtype(t.compute_dtype), t.remat)
   spec = Objective(config.loss.gamma, config.loss.first_error, config.loss.chain, config.loss.reduction)
   optimizer = make_optimizer(config)
-  replicated = sharding.replicated(mesh)
-  target_params = jax.device_put(target_params, replicated)
+  target_params = jax.device_put(target_params, sharding.of(mesh, target_params))
   batches = pipeline.batches(
       data.paths, seed=config.seed, batch_size=t.batch_size, length=data.length, anchors=t.anchors
   )
   iterator = iter(batches)
   models = {'optimizer': optimizer, 'target': target, 'drafter': drafter}
-  init = functools.partial(init_state, **models)
-  step_fn = jax.jit(
-      functools.partial(train_step, **models, spec=spec, head_chunk=t.head_chunk),
-      donate_argnums=0,
-      out_shardings=replicated,
-  )
 
   # ---- From the beginning, or where it left off ---------------------------------------------------
   manager = checkpoints.open_manager(folder / 'checkpoints')
@@ -233,17 +227,22 @@ def run(
   draft_ids = None
   if drafter.config.vocab_size:
     draft_ids = drafter_lib.draft_vocabulary(data.answer_counts, drafter.config.vocab_size)
-  inputs = jax.random.key(config.seed), next(iter(batches)), target_params, draft_ids, given
+  first = jax.device_put(next(iter(batches)), sharding.batch(mesh))
+  inputs = jax.random.key(config.seed), first, target_params, draft_ids, given
+  init = functools.partial(init_state, **models)
+  shapes = jax.eval_shape(init, *inputs)
+  shardings = sharding.of(mesh, shapes)
   if manager.latest_step() is None:
-    # out_shardings here too: without them the optimizer's moments may land elsewhere.
-    key, first, *others = inputs
-    first = jax.device_put(first, sharding.batch(mesh))
-    state = jax.jit(init, out_shardings=replicated)(key, first, *others)
+    with jax.set_mesh(mesh):  # out_shardings here too: without them the optimizer's moments may land elsewhere.
+      state = jax.jit(init, out_shardings=shardings)(*inputs)
   else:
-    shapes = jax.eval_shape(init, *inputs)
-    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=replicated), shapes)
-    state = checkpoints.restore(manager, shapes, iterator)
+    state = checkpoints.restore(manager, jax.tree.map(lambda x, where: x.update(sharding=where), shapes, shardings), iterator)
     logging.info('resuming %s at step %d of %d', folder, state.step, t.steps)
+  step_fn = jax.jit(
+      functools.partial(train_step, **models, spec=spec, head_chunk=t.head_chunk),
+      donate_argnums=0,
+      out_shardings=(shardings, sharding.replicated(mesh)),
+  )
   start = int(state.step)
   curve = _read_curve(metrics_path, start)
 

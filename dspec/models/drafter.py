@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from dspec import sharding
 from dspec.models import blocks
 from dspec.models import masks
 from dspec.models import target as target_lib
@@ -29,6 +30,13 @@ from dspec.models import target as target_lib
 _MAX_SCORES = 1 << 21
 # Parameters that are measured on the data and not trained.
 MEASURED = ('feature_scale', 'draft_ids')
+# What the forward pass of each layer keeps for the backward pass, which computes the rest again: everything; the results of
+# matrix products; only the layer's input.
+REMAT = {
+    'none': None,
+    'products': jax.checkpoint_policies.dots_saveable,
+    'layers': jax.checkpoint_policies.nothing_saveable,
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -155,10 +163,8 @@ def draft_rows(params: Any, tokens: jax.Array, vocab_size: int) -> jax.Array:
 def init_cache(config: DrafterConfig, batch: int, length: int) -> target_lib.Cache:
   """An empty context cache, laid out like the target's."""
   kv, d = config.num_kv_heads, config.head_dim
-  return tuple(
-      (jnp.zeros((batch, kv, d, length)), jnp.zeros((batch, kv, length, d)))
-      for _ in range(config.num_layers)
-  )
+  zeros = lambda *shape: sharding.constrain(jnp.zeros((batch, kv, *shape)), sharding.CACHE)
+  return tuple((zeros(d, length), zeros(length, d)) for _ in range(config.num_layers))
 
 
 def adjust_logits(
@@ -386,10 +392,12 @@ class Drafter(nn.Module):
   `feature_scale` [N * D] multiplies the features and is not trained. A DFlash drafter is the same without it: its `fc`
   has taken it in. `draft_ids` [V'] are the ascending token ids of the
   draft vocabulary, if it has one; see `draft_head`. The parameters may also hold a `selector`; see `adjust_logits`.
+  `remat` is a key of `REMAT`.
   """
 
   config: DrafterConfig
   dtype: jnp.dtype = jnp.float32
+  remat: str = 'none'
 
   def setup(self):
     c = self.config
@@ -398,7 +406,9 @@ class Drafter(nn.Module):
       self.param('draft_ids', lambda _: jnp.arange(c.vocab_size, dtype=jnp.int32))
     self.fc = blocks.linear(c.width, self.dtype, None)
     self.hidden_norm = blocks.rms_norm(c.norm_eps, None)
-    self.layers = [Layer(c, self.dtype, i) for i in range(c.num_layers)]
+    policy = REMAT[self.remat]
+    layer = nn.remat(Layer, policy=policy) if policy else Layer
+    self.layers = [layer(c, self.dtype, i) for i in range(c.num_layers)]
     self.norm = blocks.rms_norm(c.norm_eps, None)
 
   def _context(self, features_BxTxF, positions_BxT):
@@ -432,13 +442,14 @@ class Drafter(nn.Module):
 
     Returns as `draft`.
     """
+    features_BxTxF = sharding.constrain(features_BxTxF, sharding.BATCH)
     b, t, width = features_BxTxF.shape
     shape, window = embeddings_BxAxKxD.shape, self.config.window
     if 0 < window * shape[1] < t:
       # Less is projected when each block becomes a row of its own, which holds what its window shows.
       starts = jnp.maximum(anchors_BxA - window, 0)
       positions = starts[:, :, None] + jnp.arange(window)[None, None, :]
-      features = features_BxTxF[jnp.arange(b)[:, None, None], positions].reshape(-1, window, width)
+      features = jax.vmap(lambda row, at: row[at])(features_BxTxF, positions).reshape(-1, window, width)
       positions, anchors = positions.reshape(-1, window), anchors_BxA.reshape(-1, 1)
       embeddings, seen = embeddings_BxAxKxD.reshape(-1, 1, *shape[2:]), jnp.minimum(anchors, window)
     else:

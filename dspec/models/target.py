@@ -15,6 +15,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from dspec import sharding
 from dspec.models import blocks
 from dspec.models import masks
 
@@ -93,19 +94,19 @@ class TargetConfig:
 def init_cache(config: TargetConfig, batch: int, length: int) -> Cache:
   """An empty cache for `length` positions, float32 (a bfloat16 cache is slower on CPUs)."""
   kv, d = config.num_kv_heads, config.head_dim
-  return tuple(
-      (jnp.zeros((batch, kv, d, length)), jnp.zeros((batch, kv, length, d)))
-      for _ in range(config.num_layers)
-  )
+  zeros = lambda *shape: sharding.constrain(jnp.zeros((batch, kv, *shape)), sharding.CACHE)
+  return tuple((zeros(d, length), zeros(length, d)) for _ in range(config.num_layers))
 
 
 def write_cache(layer, k_BxTxHxd: jax.Array, v_BxTxHxd: jax.Array, positions_BxT: jax.Array):
   """Stores keys and values at their positions; positions outside the cache are dropped."""
-  keys, values = layer
-  rows = jnp.arange(k_BxTxHxd.shape[0])[:, None]
-  keys = keys.at[rows, :, :, positions_BxT].set(k_BxTxHxd, mode='drop')
-  values = values.at[rows, :, positions_BxT].set(v_BxTxHxd, mode='drop')
-  return keys, values
+
+  @jax.vmap  # Row by row: with the rows among the indices, devices would exchange what each writes to its own rows.
+  def write(keys, values, k_TxHxd, v_TxHxd, positions_T):
+    keys = keys.at[:, :, positions_T].set(k_TxHxd.transpose(1, 2, 0), mode='drop')
+    return keys, values.at[:, positions_T].set(v_TxHxd.transpose(1, 0, 2), mode='drop')
+
+  return write(*layer, k_BxTxHxd, v_BxTxHxd, positions_BxT)
 
 
 def _attend(q, keys, values, positions_BxT, view, window):
@@ -259,7 +260,8 @@ class Target(nn.Module):
       `[B, T, Hkv, d]`, for `write_cache`.
     """
     c = self.config
-    x = nn.Embed(c.vocab_size, c.width, name='embed')(tokens_BxT).astype(jnp.float32) * c.embedding_scale
+    x = sharding.constrain_embedded(nn.Embed(c.vocab_size, c.width, name='embed')(tokens_BxT))
+    x = x.astype(jnp.float32) * c.embedding_scale
     features, new_cache = [], []
     for i in range(c.num_layers):
       x, layer = Layer(c, self.dtype, i in c.local_layers, name=f'layers_{i}')(x, positions_BxT, cache[i], tree)
@@ -294,7 +296,7 @@ def project(head_VxD: jax.Array, hidden_xD: jax.Array, dtype: jnp.dtype) -> jax.
 
 def embed(params: Params, tokens: jax.Array) -> jax.Array:
   """Rows of the target's embedding, not scaled, float32 `[..., D]`."""
-  return params['embed']['embedding'][tokens].astype(jnp.float32)
+  return sharding.constrain_embedded(params['embed']['embedding'][tokens]).astype(jnp.float32)
 
 
 def cast(params: Params, dtype: jnp.dtype) -> Params:
