@@ -1,5 +1,6 @@
-"""Devices: a batch that does not divide is refused, and their number does not change a run."""
+"""Devices: what does not divide is refused, and neither their number nor their mesh changes a run."""
 
+import itertools
 import json
 import os
 import pathlib
@@ -7,80 +8,208 @@ import subprocess
 import sys
 
 import jax
+from jax.sharding import PartitionSpec
+import numpy as np
 import pytest
 
+from dspec import config as config_lib
 from dspec import sharding
 from dspec.errors import UserError
-
-ROOT = pathlib.Path(__file__).parents[1]
-
-# Three steps of a tiny drafter; prints what each step logged, and how its parameters ended.
-SCRIPT = '''
-import json, pathlib, sys
-import jax, jax.numpy as jnp, numpy as np
-from dspec import config as config_lib, train
-from dspec.data import dataset, features
 from dspec.models import target as target_lib
 
-folder = pathlib.Path(sys.argv[1])
-shape = target_lib.TargetConfig(
-    family='llama', vocab_size=29, num_layers=3, width=16, mlp_width=24, num_heads=4, num_kv_heads=2,
-    head_dim=4, rope_theta=100.0, norm_eps=1e-5, max_length=64, tie_embeddings=True, eos_ids=(2,))
-target = target_lib.Target(shape)
-tokens = jnp.zeros((1, 2), jnp.int32)
-params = target.init(jax.random.key(0), tokens, tokens, target_lib.init_cache(shape, 1, 2))['params']
-rng = np.random.default_rng(0)
-# Rows of unequal length, some without an anchor: devices hold unequal numbers of slots.
-rows = [(rng.integers(3, 29, n).tolist(), [t >= p for t in range(n)]) for n, p in ((24, 5), (6, 6), (9, 7), (24, 2), (5, 5), (12, 3))]
-results = {'devices': jax.device_count()}
-for kind in ('cached', 'online'):
-  (folder / kind).mkdir(parents=True)
-  paths = features.write(folder / kind, target if kind == 'cached' else None, params, rows, (0, 1))
-  config = config_lib.default('smoke').copy_and_resolve_references()
-  config.drafter.update(num_layers=1, block_size=4, target_layers=(0, 1), mask_token_id=1, vocab_size=27)
-  config.loss.update(gamma=3.0, first_error=0.3, chain=40.0)
-  config.train.update(steps=3, batch_size=8, anchors=3, head_chunk=12, compute_dtype='float32', log_every=1)
-  data = dataset.Dataset(tuple(paths), (), 24, np.arange(29), {})
-  drafter, summary = train.run(config, folder / f'run-{kind}', data, target, params)
-  results[kind] = [{k: v for k, v in r.items() if 'second' not in k} for r in summary['curve']]
-  results[kind].append([float(np.linalg.norm(x)) for x in jax.tree.leaves(drafter)])
-print(json.dumps(results))
-'''
+ROOT = pathlib.Path(__file__).parents[1]
+MESHES = [sizes for sizes in itertools.product((1, 2, 4, 8), repeat=3) if np.prod(sizes) == 8]
+DRAFTED, CHUNK, STEPS = 56, 48, 20  # Of tests/tiny.py: tokens that are drafted, slots whose logits are held at once.
 
 
-def test_a_batch_that_does_not_divide(monkeypatch):
-  monkeypatch.setattr(jax, 'device_count', lambda: 3)
-  with pytest.raises(UserError, match='--config.train.batch_size=16 is not a multiple of the 3 devices'):
-    sharding.make_mesh(16)
+def environment(devices):
+  """Of a process with so many devices."""
+  return {
+      **os.environ, 'PYTHONPATH': str(ROOT), 'JAX_PLATFORMS': 'cpu',
+      'XLA_FLAGS': f'--xla_force_host_platform_device_count={devices}',
+      # Compiles in half the time. How a program is divided among devices does not change.
+      'JAX_DISABLE_MOST_OPTIMIZATIONS': '1'}
 
 
-def test_mesh():
-  mesh = sharding.make_mesh(4 * jax.device_count())
-  assert mesh.axis_names == ('data',) and mesh.size == jax.device_count()
+# ---- What is refused -------------------------------------------------------------------------------
 
 
-def start(folder, devices):
+@pytest.fixture
+def config():
+  return config_lib.default('smoke').copy_and_resolve_references()
+
+
+@pytest.mark.parametrize('mesh, batch, messages', [
+    ((3, 1, 1), 12, ['--config.mesh.data=3 --config.mesh.fsdp=1 --config.mesh.tensor=1: there are 8 devices']),
+    ((0, 1, 3), 16, ['--config.mesh.tensor=3: there are 8 devices']),
+    ((0, 16, 1), 16, ['--config.mesh.fsdp=16', 'there are 8 devices']),
+    ((0, 1, 1), 12, ['--config.train.batch_size=12 is not a multiple of the 8 groups', 'mesh.data=8 times mesh.fsdp=1']),
+    ((2, 2, 2), 6, ['--config.train.batch_size=6 is not a multiple of the 4 groups', 'mesh.data=2 times mesh.fsdp=2']),
+    ((5, 1, 1), 12, ['there are 8 devices', 'batch_size=12 is not a multiple of the 5 groups']),
+])
+def test_a_mesh_that_does_not_divide(monkeypatch, config, mesh, batch, messages):
+  monkeypatch.setattr(jax, 'device_count', lambda: 8)
+  config.mesh.update(dict(zip(sharding.AXES, mesh)))
+  config.train.batch_size = batch
+  with pytest.raises(UserError) as error:
+    sharding.make_mesh(config)
+  for message in messages:
+    assert message in str(error.value)
+
+
+def test_a_target_that_the_mesh_does_not_divide(config):
+  """All numbers at once."""
+
+  class Tokenizer:
+    turn_end_ids, used_ids, user_prefix_ids = [5], set(), staticmethod(lambda: [3, 4])
+
+  shape = dict(
+      family='llama', num_layers=30, rope_theta=1e4, norm_eps=1e-5, max_length=2048, tie_embeddings=True, eos_ids=(2,),
+      head_dim=64)
+  config.mesh.update(fsdp=5, tensor=4)
+  target = target_lib.TargetConfig(
+      vocab_size=49151, width=576, mlp_width=1538, num_heads=9, num_kv_heads=3, **shape)
+  with pytest.raises(UserError) as error:
+    config_lib.validate_against_target(config, target, Tokenizer())
+  assert str(error.value).splitlines() == [
+      '--config.mesh.tensor=4: must divide the 9 heads of the target',
+      '--config.mesh.tensor=4: must divide the 3 key heads of the target',
+      '--config.mesh.tensor=4: must divide the 1538 columns of the MLP of the target',
+      '--config.mesh.tensor=4: must divide the 49151 tokens of the target',
+      '--config.mesh.fsdp=5: must divide the 576 channels of the target',
+  ]
+  config.mesh.update(fsdp=8, tensor=2)
+  target = target_lib.TargetConfig(
+      vocab_size=49152, width=576, mlp_width=1536, num_heads=8, num_kv_heads=2, **shape)
+  config_lib.validate_against_target(config, target, Tokenizer())
+
+
+def test_one_device_takes_every_default(config):
+  mesh = sharding.make_mesh(config)
+  assert mesh.axis_names == ('data', 'fsdp', 'tensor')
+  assert dict(mesh.shape) == {'data': jax.device_count(), 'fsdp': 1, 'tensor': 1}
+
+
+# ---- The table -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize('path, wanted', [
+    ('embed/embedding', ('tensor', 'fsdp')),
+    ('lm_head/kernel', ('fsdp', 'tensor')),
+    ('layers_11/attn/q_proj/kernel', ('fsdp', 'tensor')),
+    ('layers_0/attn/k_proj/bias', ('tensor',)),
+    ('layers_0/attn/o_proj/kernel', ('tensor', 'fsdp')),
+    ('layers_0/mlp/gate_proj/kernel', ('fsdp', 'tensor')),
+    ('layers_0/mlp/down_proj/kernel', ('tensor', 'fsdp')),
+    ('opt_state/1/0/mu/layers_0/mlp/down_proj/kernel', ('tensor', 'fsdp')),
+    ('params/fc/kernel', ('tensor', 'fsdp')),
+    ('layers_0/attn/o_proj/bias', ()),
+    ('layers_0/attn_norm/scale', ()),
+    ('layers_0/attn/not_q_proj/kernel', ()),
+    ('feature_scale', ()),
+    ('draft_ids', ()),
+])
+def test_what_the_table_says(path, wanted):
+  assert sharding.spec(path.split('/')) == PartitionSpec(*wanted)
+
+
+def parts(spec, shape, sizes):
+  """The shape that one device holds."""
+  sizes = dict(zip(sharding.AXES, sizes))
+  divisors = [sizes[axis] if axis else 1 for axis in (*spec, *[None] * (len(shape) - len(spec)))]
+  return [size // parts if size % parts == 0 else size for size, parts in zip(shape, divisors)]
+
+
+# ---- Every mesh ------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope='module')
+def runs(tmp_path_factory):
+  """{mesh: what tests/meshes.py prints of it}; (1, 1, 1) is one device."""
+  folder = tmp_path_factory.mktemp('meshes')
+
+  def start(devices, meshes):
+    words = [sys.executable, str(ROOT / 'tests' / 'meshes.py'), str(folder), json.dumps(meshes)]
+    return subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment(devices))
+
+  def finish(run, meshes):
+    out, err = run.communicate(timeout=600)
+    assert run.returncode == 0, err
+    return dict(zip(map(tuple, meshes), json.loads(out.splitlines()[-1]), strict=True))
+
+  found = finish(start(1, [(1, 1, 1)]), [(1, 1, 1)])
+  for run, meshes in [(start(8, part), part) for part in (MESHES[::2], MESHES[1::2])]:
+    found.update(finish(run, meshes))
+  assert len(found) == 11
+  return found
+
+
+def test_every_mesh_gives_the_losses_of_one_device(runs):
+  """Uniform, and with one term more at a time."""
+  wanted = np.array(runs[1, 1, 1]['losses'])
+  assert wanted.shape == (4, STEPS) and len(np.unique(wanted)) == 4 * STEPS
+  for sizes in MESHES:
+    np.testing.assert_allclose(runs[sizes]['losses'], wanted, rtol=1e-5, err_msg=str(sizes))
+
+
+@pytest.mark.parametrize('tree', ['target', 'state'])
+def test_every_array_lies_as_the_table_says(runs, tree):
+  """The target's, the drafter's, and the optimizer's moments, which lie as their parameters."""
+  for sizes in MESHES:
+    found = runs[sizes][tree]
+    for path, (whole, part) in found.items():
+      assert part == parts(sharding.spec(path.split('/')), whole, sizes), (sizes, path)
+    if tree == 'state':
+      moments = {path for path in found if '/mu/' in path or '/nu/' in path}
+      assert len(moments) == 2 * sum(path.startswith('params/') for path in found) - 4  # But for what is not trained.
+      for path in moments:
+        assert found[path] == found['params/' + path.split('u/', 1)[1]], (sizes, path)
+  # That the table, too, splits something.
+  kernels = [f for path, f in runs[2, 2, 2][tree].items() if path.endswith('kernel')]
+  assert kernels and all(np.prod(part) * 4 == np.prod(whole) for whole, part in kernels)
+
+
+def test_logits_are_never_gathered(runs):
+  """Nor is any chunk of them: the vocabulary's axis is reduced where it lies."""
+  for sizes in MESHES:
+    rows = CHUNK // (sizes[0] * sizes[1])
+    shapes = list(map(sorted, runs[sizes]['gathered']))
+    assert shapes or sizes[1] == 1
+    for vocabulary in (DRAFTED, 88):
+      assert sorted((rows, vocabulary)) not in shapes and sorted((CHUNK, vocabulary)) not in shapes, sizes
+
+
+# ---- Whole runs ------------------------------------------------------------------------------------
+
+
+def train(folder, name, devices, kind, **changes):
+  """Starts tests/tiny.py."""
+  run = folder / f'{name}.json'
+  run.write_text(json.dumps({
+      'folder': str(folder / f'data-{name}'), 'workdir': str(folder / name), 'kind': kind, 'config': changes}))
   return subprocess.Popen(
-      [sys.executable, '-c', SCRIPT, str(folder)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-      env={**os.environ, 'PYTHONPATH': str(ROOT), 'JAX_PLATFORMS': 'cpu',
-           'XLA_FLAGS': f'--xla_force_host_platform_device_count={devices}'})
+      [sys.executable, str(ROOT / 'tests' / 'tiny.py'), str(run)], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+      text=True, env=environment(devices))
 
 
-def test_one_device_and_four_train_alike(tmp_path):
-  runs = [start(tmp_path / str(devices), devices) for devices in (1, 4)]
+def test_one_device_and_eight_train_alike(tmp_path):
+  """The loop itself, features computed online, and what is logged of each step."""
+  changes = {'train.steps': 4}
+  mesh = {'mesh.data': 2, 'mesh.fsdp': 2, 'mesh.tensor': 2}
+  runs = [train(tmp_path, 'one', 1, 'online', **changes), train(tmp_path, 'eight', 8, 'online', **changes, **mesh)]
   results = []
   for run in runs:
     out, err = run.communicate(timeout=300)
     assert run.returncode == 0, err
+    assert 'rematerialization' not in err  # What XLA calls an exchange that it can only do by copying all to all.
     results.append(json.loads(out.splitlines()[-1]))
-  one, four = results
-  assert (one.pop('devices'), four.pop('devices')) == (1, 4)
-  for kind in ('cached', 'online'):
-    *steps, norms = four[kind]
-    *wanted, wanted_norms = one[kind]
-    assert len(steps) == 3
-    for found, expected in zip(steps, wanted):
-      assert found.keys() == expected.keys()
-      for name in found:
-        assert found[name] == pytest.approx(expected[name], rel=1e-5, abs=1e-7), (kind, name)
-    assert norms == pytest.approx(wanted_norms, rel=1e-4)
+  one, eight = results
+  assert (one['devices'], eight['devices']) == (1, 8)
+  assert len(eight['curve']) == 4
+  for found, wanted in zip(eight['curve'], one['curve'], strict=True):
+    assert found.keys() == wanted.keys()
+    for name in found:
+      assert found[name] == pytest.approx(wanted[name], rel=1e-5, abs=1e-7), name
+  assert eight['params'].keys() == one['params'].keys()
+  for name in one['params']:
+    np.testing.assert_allclose(eight['params'][name], one['params'][name], rtol=1e-3, atol=1e-5, err_msg=name)
