@@ -22,6 +22,8 @@ import jax.numpy as jnp
 import numpy as np
 import tqdm
 
+from dspec import multihost
+from dspec import sharding
 from dspec.decoding import autoregressive
 from dspec.decoding import sampling
 from dspec.decoding import speculative
@@ -183,7 +185,7 @@ def compile_autoregressive(
     how: how tokens are drawn.
     key: source of randomness; needed only above temperature 0.
   """
-  params, key = jax.device_put(params), jax.random.key(0) if key is None else key
+  params, key = sharding.put(params), jax.random.key(0) if key is None else key
   compiled, seconds = _compile(autoregressive.generate.lower(
       target, params, *_batch_shape(batch_size, prompt_width), key, max_new_tokens=max_new_tokens, how=how
   ))
@@ -218,9 +220,9 @@ def compile_speculative(
     drafting: what is drafted in a round.
     key: source of randomness; needed only above temperature 0.
   """
-  target_params, key = jax.device_put(target_params), jax.random.key(0) if key is None else key
+  target_params, key = sharding.put(target_params), jax.random.key(0) if key is None else key
   compiled, seconds = _compile(speculative.generate.lower(
-      target, target_params, drafter, drafter_params, *_batch_shape(batch_size, prompt_width), key,
+      target, target_params, drafter, sharding.shapes(drafter_params), *_batch_shape(batch_size, prompt_width), key,
       max_new_tokens=max_new_tokens, how=how, drafting=drafting,
   ))
   run = lambda drafter_params, prompts_BxP, lengths_B: compiled(
@@ -282,7 +284,7 @@ def decode_speculatively(
     reference: from `decode_reference`.
     name: what the progress bar shows.
   """
-  batches, seconds = _decode(decoder, (jax.device_put(drafter_params),), reference.prompts, name)
+  batches, seconds = _decode(decoder, (sharding.put(drafter_params),), reference.prompts, name)
   records = {}
   for indices, (rows, trace) in batches:
     measured = measure(
@@ -311,12 +313,12 @@ def _decode(decoder: Decoder, args: tuple, prompts: Sequence[Prompt], name: str)
                     f'these have {min(lengths)} to {max(lengths)}')
   batches = _batches(prompts, decoder.batch_size, decoder.prompt_width)
   outputs, seconds = [], 0.0
-  with tqdm.tqdm(total=len(prompts), desc=name, unit='prompt') as bar:
+  with tqdm.tqdm(total=len(prompts), desc=name, unit='prompt', disable=not multihost.is_first()) as bar:
     for indices, prompts_BxP, lengths_B in batches:
       begin = time.perf_counter()
       output = jax.block_until_ready(decoder.run(*args, prompts_BxP, lengths_B))
       seconds += time.perf_counter() - begin
-      outputs.append((indices, jax.device_get(output)))
+      outputs.append((indices, sharding.to_host(output)))
       bar.update(len(indices))
   return outputs, seconds
 

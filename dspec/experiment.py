@@ -23,6 +23,7 @@ from dspec import config as config_lib
 from dspec import evaluate
 from dspec import imported
 from dspec import mechanisms
+from dspec import multihost
 from dspec import report
 from dspec import sharding
 from dspec import train
@@ -37,13 +38,13 @@ from dspec.models import target as target_lib
 
 # Options that a finished or interrupted run may change: they touch nothing that it has made.
 _FREE = (
-    'evaluate.', 'generate.', 'mechanisms.', 'cache_dir', 'data.generation_batch_size', 'train.log_every',
-    'train.checkpoint_every',
+    'evaluate.', 'generate.', 'mechanisms.', 'mesh.', 'cache_dir', 'data.generation_batch_size', 'train.log_every',
+    'train.checkpoint_every', 'train.remat',
 )
 
 
 def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
-  """Runs, or resumes, an experiment and prints its table.
+  """Runs, or resumes, an experiment on the mesh of `jax.set_mesh` and prints its table.
 
   Args:
     config: validated, see `dspec.config.validate`.
@@ -68,19 +69,23 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
   workdir = pathlib.Path(workdir)
   check_workdir(config, workdir)
   mechanisms.check(config)
+  for _, arm in arms(config):
+    sharding.check_batch(jax.sharding.get_mesh(), arm.train.batch_size)
   cache_dir = config_lib.cache_dir(config)
-  mesh = sharding.make_mesh(config)
+  multihost.check_shared('--workdir', workdir)
+  multihost.check_shared('--config.cache_dir', cache_dir)
   humaneval = prompts_lib.humaneval() if 'humaneval' in config.evaluate.sets else []
   with stage('target'):
-    path = targets.locate(config, cache_dir)
-    target_config, params, tokenizer = targets.load(config, path, place=lambda _, array: jax.device_put(array))
+    with multihost.first_goes_first('the target'):
+      path = targets.locate(config, cache_dir)
+    target_config, params, tokenizer = targets.load(config, path, place=sharding.place)
     config_lib.validate_against_target(config, target_config, tokenizer)
-    sharding.check_target(mesh, target_config)
     for _, arm in arms(config):
       imported.check(arm, target_config, params, tokenizer)
     fingerprint = targets.fingerprint(path)
-  workdir.mkdir(parents=True, exist_ok=True)
-  (workdir / 'config.json').write_text(config_lib.to_json(config) + '\n')
+  if multihost.is_first():
+    workdir.mkdir(parents=True, exist_ok=True)
+    (workdir / 'config.json').write_text(config_lib.to_json(config) + '\n')
 
   # ---- Data: once, in the compute dtype ----------------------------------------------------------
   compute_dtype = jnp.dtype(config.train.compute_dtype)
@@ -148,8 +153,9 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
           for name, arm, _, summary in trained
       ],
   }
-  print(report.write(workdir, results))
-  print(f'\nReport: {workdir / "report.md"}')
+  if multihost.is_first():
+    print(report.write(workdir, results))
+    print(f'\nReport: {workdir / "report.md"}')
   return results
 
 

@@ -21,6 +21,7 @@ from dspec import evaluate
 from dspec import experiment
 from dspec import imported
 from dspec import mechanisms
+from dspec import sharding
 from dspec import train
 from dspec.checkpoints import targets
 from dspec.data import prompts as prompts_lib
@@ -83,11 +84,11 @@ class Speaker:
     experiment.check_workdir(config, workdir)
     g, drafter_params = config.generate, train.trained_params(arm, workdir / name)
     path = targets.locate(config, config_lib.cache_dir(config))
-    target_config, params, self._tokenizer = targets.load(config, path, place=lambda _, array: jax.device_put(array))
+    target_config, params, self._tokenizer = targets.load(config, path, place=sharding.place)
     imported.check(arm, target_config, params, self._tokenizer)
     dtype = jnp.dtype(g.dtype)
     self._target = target_lib.Target(target_config, dtype)
-    self._target_params, self._drafter_params = jax.device_put(target_lib.cast((params, drafter_params), dtype))
+    self._target_params, self._drafter_params = sharding.put(target_lib.cast((params, drafter_params), dtype))
     self._how = sampling.Sampling(g.temperature, g.top_k, g.top_p)
     self._drafting = mechanisms.drafting(g)
     self._max_new_tokens, self._key = g.max_new_tokens, jax.random.key(config.seed)
@@ -162,19 +163,20 @@ class Speaker:
               self._target, target, self._drafter, drafter, prompts, lengths, key,
               max_new_tokens=self._max_new_tokens, how=self._how)
       )
+      args = self._target_params, self._drafter_params
+      start = start.lower(*args, prompts, lengths, self._key)
+      shapes, start = start.out_info, start.compile()
       advance = jax.jit(
           lambda target, drafter, state: speculative.advance(
               self._target, target, self._drafter, drafter, state, how=self._how, drafting=self._drafting),
-          donate_argnums=2,
-      )
-      args = self._target_params, self._drafter_params
-      start = start.lower(*args, prompts, lengths, self._key)
-      advance = advance.lower(*args, start.out_info)
+          donate_argnums=2, out_shardings=start.output_shardings,
+      ).lower(*args, jax.tree.map(
+          lambda x, where: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), shapes, start.output_shardings))
       plain = evaluate.compile_autoregressive(
           self._target, self._target_params, batch_size=1, prompt_width=width, max_new_tokens=self._max_new_tokens,
           how=self._how, key=self._key,
       )
-      self._compiled[width] = start.compile(), advance.compile(), plain.run
+      self._compiled[width] = start, advance.compile(), plain.run
     return self._compiled[width]
 
 

@@ -37,6 +37,12 @@ _PROMPTS_FILE = flags.DEFINE_string('prompts_file', '', 'Of --mode=generate: JSO
 _FORMAT = flags.DEFINE_enum(
     'format', 'dflash', ['dflash', 'speculators'], 'Of --mode=export: for vLLM and SGLang; or for vLLM, with the draft '
     'vocabulary.')
+_MULTIHOST = flags.DEFINE_bool(
+    'multihost', False, 'Of --mode=train: this is one of several processes of one run. TPU, Slurm and GKE tell where the '
+    'others are; elsewhere the next three do.')
+_COORDINATOR = flags.DEFINE_string('coordinator', '', 'Of --multihost: HOST:PORT of process 0.')
+_NUM_PROCESSES = flags.DEFINE_integer('num_processes', None, 'Of --multihost: how many there are.')
+_PROCESS_ID = flags.DEFINE_integer('process_id', None, 'Of --multihost: which this is, from 0.')
 _OUT = flags.DEFINE_string('out', '', 'Of --mode=export: a new or empty folder.')
 
 
@@ -77,6 +83,15 @@ def set_up_logging() -> None:
       lambda record: record.levelno >= python_logging.WARNING or record.pathname.startswith(own))
 
 
+def check_multihost() -> None:
+  """Refuses flags that do not go together."""
+  given = [f'--{flag.name}' for flag in (_COORDINATOR, _NUM_PROCESSES, _PROCESS_ID) if flag.present]
+  if given and not _MULTIHOST.value:
+    raise UserError(f'{", ".join(given)}: add --multihost')
+  if _MULTIHOST.value and _MODE.value != 'train':
+    raise UserError(f'--mode={_MODE.value} is for one process; leave --multihost out')
+
+
 def main(argv: Sequence[str]) -> None:
   del argv
   set_up_logging()
@@ -84,18 +99,25 @@ def main(argv: Sequence[str]) -> None:
   workdir = _WORKDIR.value or default_workdir()
   try:
     config_lib.validate(config)
+    check_multihost()
     jax.config.update('jax_compilation_cache_dir', str(config_lib.cache_dir(config) / 'xla'))
     jax.config.update('jax_persistent_cache_min_compile_time_secs', 1.0)
     # Late: they load everything, and a wrong option is answered first.
-    if _MODE.value == 'generate':
-      from dspec import generate
-      generate.run(config, workdir, _PROMPT.value, _PROMPTS_FILE.value)
-    elif _MODE.value == 'export':
-      from dspec import export
-      export.run(config, workdir, _FORMAT.value, _OUT.value)
-    else:
-      from dspec import experiment
-      experiment.run(config, workdir)
+    from dspec import multihost
+    from dspec import sharding
+    if _MULTIHOST.value:
+      multihost.initialize(_COORDINATOR.value, _NUM_PROCESSES.value, _PROCESS_ID.value)
+      logging.set_verbosity(logging.INFO if multihost.is_first() else logging.WARNING)
+    with jax.set_mesh(sharding.make_mesh(config)):
+      if _MODE.value == 'generate':
+        from dspec import generate
+        generate.run(config, workdir, _PROMPT.value, _PROMPTS_FILE.value)
+      elif _MODE.value == 'export':
+        from dspec import export
+        export.run(config, workdir, _FORMAT.value, _OUT.value)
+      else:
+        from dspec import experiment
+        experiment.run(config, workdir)
   except UserError as error:
     fail(error)
   except KeyboardInterrupt:

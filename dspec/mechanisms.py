@@ -18,6 +18,8 @@ import numpy as np
 
 from dspec import evaluate
 from dspec import json_lines
+from dspec import multihost
+from dspec import sharding
 from dspec import train
 from dspec.decoding import sampling
 from dspec.decoding import speculative
@@ -96,8 +98,8 @@ def run(
   """
   m = config.mechanisms
   path = workdir / 'mechanisms.jsonl'
-  done = {_setting(line): line for line in json_lines.read_whole(path)}
-  target, params = target_lib.Target(target_config), jax.device_put(params)
+  done = {_setting(line): line for line in multihost.from_first(lambda: json_lines.read_whole(path))}
+  target, params = target_lib.Target(target_config), sharding.put(params)
   sets = {name: sets[name][: m.num_prompts] for name in m.sets}
   results = []
   for temperature in m.temperatures:
@@ -129,8 +131,9 @@ def run(
               name = f'{arm_name}, {set_name}, {mechanism}, T={temperature:g}, batch {batch_size}'
               measured = _measure(compiled[drafter], arm_params, references[set_name], name)
               done[_setting(setting)] = {**setting, **measured}
-              with path.open('a') as file:
-                file.write(json.dumps(done[_setting(setting)]) + '\n')
+              if multihost.is_first():
+                with path.open('a') as file:
+                  file.write(json.dumps(done[_setting(setting)]) + '\n')
             results.append(done[_setting(setting)])
   logging.info('mechanisms: %d results in %s', len(results), path)
   return results

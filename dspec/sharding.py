@@ -12,6 +12,7 @@ import re
 from typing import Any
 
 import jax
+from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 import ml_collections
 import numpy as np
@@ -38,23 +39,29 @@ def make_mesh(config: ml_collections.ConfigDict) -> Mesh:
   """The mesh of all devices that `config.mesh` asks for.
 
   Raises:
-    UserError: when its sizes do not make up the devices, or do not divide the batch.
+    UserError: when its sizes do not make up the devices.
   """
   devices, m = jax.device_count(), config.mesh
   data = m.data or max(devices // (m.fsdp * m.tensor), 1)
-  problems = []
   if data * m.fsdp * m.tensor != devices:
-    problems.append(
+    raise UserError(
         f'--config.mesh.data={m.data} --config.mesh.fsdp={m.fsdp} --config.mesh.tensor={m.tensor}: there are {devices} '
         'devices, and the product must be as many; data=0 takes what the others leave')
-  if config.train.batch_size % (data * m.fsdp):
-    problems.append(
-        f'--config.train.batch_size={config.train.batch_size} is not a multiple of the {data * m.fsdp} groups of devices '
-        f'that share a batch, mesh.data={data} times mesh.fsdp={m.fsdp}')
-  if problems:
-    raise UserError('\n'.join(problems))
   # Auto: shardings propagate from inputs and outputs; Explicit, the default, would need annotations in every layer.
   return jax.make_mesh((data, m.fsdp, m.tensor), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+def check_batch(mesh: Mesh, size: int) -> None:
+  """Refuses a training batch that the mesh does not divide.
+
+  Raises:
+    UserError: with both numbers.
+  """
+  data, fsdp = mesh.shape['data'], mesh.shape['fsdp']
+  if size % (data * fsdp):
+    raise UserError(
+        f'--config.train.batch_size={size} is not a multiple of {data * fsdp}, the groups of devices that share a batch: '
+        f'mesh.data={data} times mesh.fsdp={fsdp}')
 
 
 def spec(path: Sequence[str]) -> PartitionSpec:
@@ -68,22 +75,44 @@ def of(mesh: Mesh, tree: Any) -> Any:
 
   An axis of an array that the mesh does not divide stays whole: drafters of others come in all sizes.
   """
-
-  def sharding(path, x):
-    return NamedSharding(mesh, _dividing(mesh, spec(list(map(_name, path))), x.shape))
-
-  return jax.tree_util.tree_map_with_path(sharding, tree)
+  return jax.tree_util.tree_map_with_path(lambda path, x: _sharding(mesh, list(map(_name, path)), x.shape), tree)
 
 
 def place(path: Sequence[str], array: np.ndarray) -> jax.Array:
-  """One parameter on the mesh of `jax.set_mesh`, each device taking its own part."""
+  """One parameter on the mesh of `jax.set_mesh`, each device taking its part; on the default device without one."""
   mesh = jax.sharding.get_mesh()
-  return jax.device_put(array, NamedSharding(mesh, _dividing(mesh, spec(path), array.shape)))
+  return jax.device_put(array) if mesh.empty else _put(array, _sharding(mesh, path, array.shape))
 
 
-def batch(mesh: Mesh) -> NamedSharding:
-  """Leading axis split over the devices."""
-  return NamedSharding(mesh, BATCH)
+def put(tree: Any) -> Any:
+  """`place`, of a tree of parameters."""
+  mesh = jax.sharding.get_mesh()
+  return jax.device_put(tree) if mesh.empty else jax.tree.map(_put, tree, of(mesh, tree))
+
+
+def shapes(tree: Any) -> Any:
+  """Of a tree of parameters, with the shardings that `put` gives them: what a program is compiled for."""
+  mesh = jax.sharding.get_mesh()
+  where = jax.tree.map(lambda _: None, tree) if mesh.empty else of(mesh, tree)
+  return jax.tree.map(lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree, where)
+
+
+def to_host(tree: Any) -> Any:
+  """Numpy arrays, each whole, in every process."""
+  if jax.process_count() == 1:
+    return jax.device_get(tree)
+  return multihost_utils.process_allgather(tree, tiled=True)
+
+
+def rows(mesh: Mesh, batch_size: int) -> list[int]:
+  """Of a batch, those that this process' devices hold, ascending."""
+  parts = NamedSharding(mesh, BATCH).addressable_devices_indices_map((batch_size,)).values()
+  return sorted({row for (part,) in parts for row in range(batch_size)[part]})
+
+
+def put_batch(mesh: Mesh, batch: Any) -> Any:
+  """A batch on its devices: a tree of arrays with the `rows` of this process, as arrays of all rows."""
+  return jax.make_array_from_process_local_data(NamedSharding(mesh, BATCH), batch)
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
@@ -107,6 +136,17 @@ def constrain_embedded(x: jax.Array) -> jax.Array:
   # Said in two steps, each of which is one exchange; in one, the compiler copies everything everywhere.
   x = constrain(x, PartitionSpec('data', *[None] * (x.ndim - 2), 'fsdp'))
   return constrain(x, BATCH)
+
+
+def _put(array: jax.Array | np.ndarray, sharding: NamedSharding) -> jax.Array:
+  if isinstance(array, jax.Array):
+    return jax.device_put(array, sharding)
+  # No process looks at what others have: device_put would compare all of it.
+  return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
+
+
+def _sharding(mesh: Mesh, path: Sequence[str], shape: Sequence[int]) -> NamedSharding:
+  return NamedSharding(mesh, _dividing(mesh, spec(path), shape))
 
 
 def _dividing(mesh, spec: PartitionSpec, shape: Sequence[int]) -> PartitionSpec:

@@ -18,6 +18,7 @@ import optax
 import tqdm
 
 from dspec import json_lines
+from dspec import multihost
 from dspec import sharding
 from dspec.checkpoints import dflash
 from dspec.checkpoints import training as checkpoints
@@ -165,7 +166,10 @@ def train_step(
 
 @contextlib.contextmanager
 def stop_signals():
-  """Turns SIGINT and SIGTERM into a flag that is looked at between steps; a second SIGINT stops at once."""
+  """Turns SIGINT and SIGTERM into a flag that is looked at between steps; a second SIGINT stops at once.
+
+  Of several processes, see `multihost.reached_stop`, SIGTERM is left to the service that tells the others.
+  """
   received = []
 
   def note(number, frame):
@@ -173,7 +177,8 @@ def stop_signals():
       raise KeyboardInterrupt
     received.append(number)
 
-  old = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+  numbers = (signal.SIGINT, signal.SIGTERM) if jax.process_count() == 1 else (signal.SIGINT,)
+  old = {number: signal.signal(number, note) for number in numbers}
   try:
     yield received
   finally:
@@ -211,12 +216,13 @@ def run(
   if not t.steps:
     return given, _summary(t.steps, 0.0, 0, [], given, data)
   mesh = sharding.make_mesh(config)
+  sharding.check_batch(mesh, t.batch_size)
   drafter = drafter_lib.Drafter(make_drafter_config(config, target.config), jnp.dtype(t.compute_dtype), t.remat)
   spec = Objective(config.loss.gamma, config.loss.first_error, config.loss.chain, config.loss.reduction)
   optimizer = make_optimizer(config)
-  target_params = jax.device_put(target_params, sharding.of(mesh, target_params))
   batches = pipeline.batches(
-      data.paths, seed=config.seed, batch_size=t.batch_size, length=data.length, anchors=t.anchors
+      data.paths, seed=config.seed, batch_size=t.batch_size, length=data.length, anchors=t.anchors,
+      rows=sharding.rows(mesh, t.batch_size),
   )
   iterator = iter(batches)
   models = {'optimizer': optimizer, 'target': target, 'drafter': drafter}
@@ -227,24 +233,26 @@ def run(
   draft_ids = None
   if drafter.config.vocab_size:
     draft_ids = drafter_lib.draft_vocabulary(data.answer_counts, drafter.config.vocab_size)
-  first = jax.device_put(next(iter(batches)), sharding.batch(mesh))
-  inputs = jax.random.key(config.seed), first, target_params, draft_ids, given
-  init = functools.partial(init_state, **models)
-  shapes = jax.eval_shape(init, *inputs)
-  shardings = sharding.of(mesh, shapes)
-  if manager.latest_step() is None:
-    with jax.set_mesh(mesh):  # out_shardings here too: without them the optimizer's moments may land elsewhere.
-      state = jax.jit(init, out_shardings=shardings)(*inputs)
-  else:
-    state = checkpoints.restore(manager, jax.tree.map(lambda x, where: x.update(sharding=where), shapes, shardings), iterator)
-    logging.info('resuming %s at step %d of %d', folder, state.step, t.steps)
+  with jax.set_mesh(mesh):
+    target_params = sharding.put(target_params)
+    key, batch, *others = jax.random.key(config.seed), next(iter(batches)), target_params, draft_ids, given
+    init = functools.partial(init_state, **models)
+    shapes = jax.eval_shape(init, key, batch, *others)
+    shardings = sharding.of(mesh, shapes)
+    if manager.latest_step() is None:
+      # out_shardings here too: without them the optimizer's moments may land elsewhere.
+      state = jax.jit(init, out_shardings=shardings)(key, sharding.put_batch(mesh, batch), *others)
+    else:
+      shapes = jax.tree.map(lambda x, where: x.update(sharding=where), shapes, shardings)
+      state = checkpoints.restore(manager, shapes, iterator)
+      logging.info('resuming %s at step %d of %d', folder, state.step, t.steps)
   step_fn = jax.jit(
       functools.partial(train_step, **models, spec=spec, head_chunk=t.head_chunk),
       donate_argnums=0,
       out_shardings=(shardings, sharding.replicated(mesh)),
   )
   start = int(state.step)
-  curve = _read_curve(metrics_path, start)
+  curve = _read_curve(metrics_path, start) if multihost.is_first() else []
 
   # ---- The loop: metrics are fetched one step late, so that the device never waits ----------------
   def log(step, metrics):
@@ -263,31 +271,34 @@ def run(
     if step % t.log_every == 0 or step == t.steps:
       record = {'step': step, **metrics, 'seconds': seconds, 'slots_per_second': metrics['num_slots'] / seconds}
       curve.append(record)
-      with metrics_path.open('a') as file:
-        file.write(json.dumps(record) + '\n')
+      if multihost.is_first():
+        with metrics_path.open('a') as file:
+          file.write(json.dumps(record) + '\n')
 
   begin = last = time.perf_counter()
   pending = None
   with jax.set_mesh(mesh), stop_signals() as stopped, tqdm.tqdm(
-      total=t.steps, initial=start, desc=f'training {folder.name}', unit='step', smoothing=0.05
+      total=t.steps, initial=start, desc=f'training {folder.name}', unit='step', smoothing=0.05,
+      disable=not multihost.is_first()
   ) as bar:
     for step in range(start + 1, t.steps + 1):
-      batch = jax.device_put(next(iterator), sharding.batch(mesh))
-      state, metrics = step_fn(state, batch, target_params)
+      state, metrics = step_fn(state, sharding.put_batch(mesh, next(iterator)), target_params)
       if pending:
         log(*pending)
       pending = step, metrics
-      if step % t.checkpoint_every == 0 or step == t.steps or stopped:
+      stop = multihost.reached_stop(bool(stopped))
+      if step % t.checkpoint_every == 0 or step == t.steps or stop:
         log(*pending)
         pending = None
         checkpoints.save(manager, step, state, iterator)
         last = time.perf_counter()
-      if stopped:
+      if stop:
         manager.close()
+        logging.info('stopped; saved step %d', step)
         raise KeyboardInterrupt
   seconds = time.perf_counter() - begin
   manager.close()
-  params = jax.tree.map(np.asarray, state.params)
+  params = sharding.to_host(state.params)
   return params, _summary(t.steps, seconds, t.steps - start, curve, params, data)
 
 

@@ -52,8 +52,8 @@ def run(target, target_params, batches, sizes) -> dict:
   models = {'optimizer': train.make_optimizer(config), 'target': target, 'drafter': drafter}
   draft_ids = np.arange(drafter.config.vocab_size, dtype=np.int32)
   with jax.set_mesh(mesh):
-    target_params = jax.device_put(target_params, sharding.of(mesh, target_params))
-    placed = [jax.device_put(batch, sharding.batch(mesh)) for batch in batches]
+    target_params = sharding.put(target_params)
+    placed = [sharding.put_batch(mesh, batch) for batch in batches]
     init = functools.partial(train.init_state, **models)
     inputs = jax.random.key(0), placed[0], target_params, draft_ids
     shardings = sharding.of(mesh, jax.eval_shape(init, *inputs))

@@ -104,7 +104,7 @@ def saved(folder, step=None):
   with checkpoints.open_manager(folder / 'checkpoints') as manager:
     step = manager.latest_step() if step is None else step
     state = manager.restore(step, args=ocp.args.Composite(state=ocp.args.StandardRestore()))
-  position = folder / 'checkpoints' / str(step) / 'data' / 'process_0-of-1.json'
+  position = folder / 'checkpoints' / str(step) / 'data' / 'metadata'
   return step, jax.tree.map(np.asarray, state['state']), json.loads(position.read_text())
 
 
@@ -280,28 +280,27 @@ def whole(tmp_path_factory, data, target):
 
 def record_batches(monkeypatch):
   """A list that every batch sent to the device is added to."""
-  batches, original = [], jax.device_put
+  batches, original = [], sharding.put_batch
 
-  def device_put(x, *args, **kwargs):
-    if isinstance(x, dict) and 'anchors' in x:
-      batches.append(copy.deepcopy(x))
-    return original(x, *args, **kwargs)
+  def put_batch(mesh, batch):
+    batches.append(copy.deepcopy(batch))
+    return original(mesh, batch)
 
-  monkeypatch.setattr(jax, 'device_put', device_put)
+  monkeypatch.setattr(sharding, 'put_batch', put_batch)
   return batches
 
 
 def interrupt(monkeypatch, at, number=signal.SIGTERM):
   """Sends this process a signal while it prepares step `at` of a new run; its initial state comes before."""
-  original, calls = sharding.batch, []
+  original, calls = sharding.put_batch, []
 
-  def batch(mesh):
+  def put_batch(mesh, batch):
     calls.append(mesh)
     if len(calls) == at + 1:
       os.kill(os.getpid(), number)
-    return original(mesh)
+    return original(mesh, batch)
 
-  monkeypatch.setattr(sharding, 'batch', batch)
+  monkeypatch.setattr(sharding, 'put_batch', put_batch)
 
 
 def test_whole_run(whole):

@@ -1,18 +1,22 @@
 """A training run small enough to be repeated on every mesh: what tests of devices and processes start in processes.
 
-  python tests/tiny.py RUN.json
+  python tests/tiny.py RUN.json [HOST:PORT NUMBER_OF_PROCESSES PROCESS]
 """
 
 import json
 import pathlib
 import sys
+import time
 
+from absl import logging
 import jax
 import jax.numpy as jnp
 import ml_collections
 import numpy as np
 
 from dspec import config as config_lib
+from dspec import multihost
+from dspec import sharding
 from dspec import train
 from dspec.data import dataset
 from dspec.data import features
@@ -26,10 +30,11 @@ SHAPE = target_lib.TargetConfig(
 
 
 def make_target() -> tuple[target_lib.Target, dict]:
-  """(module, float32 parameters)."""
+  """(module, float32 parameters as numpy arrays, as a file would give them)."""
   model = target_lib.Target(SHAPE)
   tokens = jnp.zeros((1, 2), jnp.int32)
-  return model, model.init(jax.random.key(0), tokens, tokens, target_lib.init_cache(SHAPE, 1, 2))['params']
+  params = model.init(jax.random.key(0), tokens, tokens, target_lib.init_cache(SHAPE, 1, 2))['params']
+  return model, jax.tree.map(np.asarray, params)
 
 
 def make_rows() -> list[tuple[list[int], list[bool]]]:
@@ -42,6 +47,7 @@ def make_rows() -> list[tuple[list[int], list[bool]]]:
 def make_data(folder: pathlib.Path, kind: str) -> dataset.Dataset:
   """The rows on disk, written if they are not there; kind is 'cached' or 'online'."""
   model, params = make_target()
+  params = sharding.put(params)
   (folder / kind).mkdir(parents=True, exist_ok=True)
   paths = features.write(folder / kind, model if kind == 'cached' else None, params, make_rows(), TAPS)
   return dataset.Dataset(tuple(paths), (), LENGTH, np.arange(SHAPE.vocab_size), {})
@@ -61,10 +67,15 @@ def main(run: dict) -> None:
   """Trains; prints what each step logged and how the parameters ended.
 
   Args:
-    run: `folder` of data, `workdir`, `kind` of features, and `config`, changes by dotted key.
+    run: `folder` of data, `workdir`, `kind` of features, `config`, changes by dotted key, and `delay` of each batch in
+      seconds.
   """
-  data = make_data(pathlib.Path(run['folder']), run['kind'])
-  params, summary = train.run(make_config(**run['config']), pathlib.Path(run['workdir']), data, *make_target())
+  put_batch = sharding.put_batch
+  sharding.put_batch = lambda mesh, batch: (time.sleep(run.get('delay', 0)), put_batch(mesh, batch))[1]
+  config = make_config(**run['config'])
+  with jax.set_mesh(sharding.make_mesh(config)):
+    data = make_data(pathlib.Path(run['folder']), run['kind'])
+  params, summary = train.run(config, pathlib.Path(run['workdir']), data, *make_target())
   print(json.dumps({
       'devices': jax.device_count(),
       'curve': [{k: v for k, v in record.items() if 'second' not in k} for record in summary['curve']],
@@ -74,4 +85,10 @@ def main(run: dict) -> None:
 
 
 if __name__ == '__main__':
-  main(json.loads(pathlib.Path(sys.argv[1]).read_text()))
+  if sys.argv[2:]:
+    multihost.initialize(sys.argv[2], *map(int, sys.argv[3:]))
+  logging.set_verbosity(logging.INFO)
+  try:
+    main(json.loads(pathlib.Path(sys.argv[1]).read_text()))
+  except KeyboardInterrupt:
+    sys.exit(130)

@@ -3,33 +3,39 @@
 import pathlib
 from typing import Any
 
+from absl import logging
 from etils import epath
 import grain
 import jax
+import numpy as np
 import orbax.checkpoint as ocp
 
 from dspec.errors import UserError
 
 
 def open_manager(folder: pathlib.Path, keep: int = 2) -> ocp.CheckpointManager:
-  """The manager of a folder of checkpoints; the newest `keep` stay."""
-  options = ocp.CheckpointManagerOptions(max_to_keep=keep, create=True, enable_async_checkpointing=False)
+  """The manager of a folder of checkpoints; the newest `keep` stay.
+
+  A checkpoint gets its name when it is whole: what a stop in the middle of a save leaves behind is skipped.
+  """
+  options = ocp.CheckpointManagerOptions(max_to_keep=keep, create=True)
   # Named handlers, so that a manager that has saved nothing yet can describe what it finds.
-  handlers = {'state': ocp.StandardCheckpointHandler(), 'data': grain.checkpoint.CheckpointHandler()}
-  return ocp.CheckpointManager(epath.Path(folder.absolute()), options=options, item_handlers=handlers)
+  handlers = {'state': ocp.StandardCheckpointHandler(), 'data': ocp.JsonCheckpointHandler()}
+  manager = ocp.CheckpointManager(epath.Path(folder.absolute()), options=options, item_handlers=handlers)
+  for path in folder.glob('*.orbax-checkpoint-tmp*'):
+    logging.warning('%s: was being saved when its run was ended, and is skipped', path)
+  return manager
 
 
 def save(manager: ocp.CheckpointManager, step: int, state: Any, iterator: grain.DatasetIterator) -> None:
-  """Saves; a checkpoint of this step that exists already is left alone."""
+  """Copies the state to the host, and writes it while training goes on; a checkpoint of this step that exists is left alone.
+
+  Every process writes what its devices hold. The iterator is at the same place in all.
+  """
   if step in manager.all_steps():
     return
-  manager.save(
-      step,
-      args=ocp.args.Composite(
-          state=ocp.args.StandardSave(state), data=grain.checkpoint.CheckpointSave(iterator)
-      ),
-  )
-  manager.wait_until_finished()
+  position = ocp.args.JsonSave(iterator.get_state())
+  manager.save(step, args=ocp.args.Composite(state=ocp.args.StandardSave(state), data=position))
 
 
 def restore(manager: ocp.CheckpointManager, state: Any, iterator: grain.DatasetIterator) -> Any:
@@ -54,11 +60,8 @@ def restore(manager: ocp.CheckpointManager, state: Any, iterator: grain.DatasetI
         f'{" ..." if len(differing) > 5 else ""}. Use another --workdir.'
     )
   restored = manager.restore(
-      step,
-      args=ocp.args.Composite(
-          state=ocp.args.StandardRestore(state), data=grain.checkpoint.CheckpointRestore(iterator)
-      ),
-  )
+      step, args=ocp.args.Composite(state=ocp.args.StandardRestore(state), data=ocp.args.JsonRestore()))
+  iterator.set_state(restored['data'])
   return restored['state']
 
 
@@ -76,7 +79,9 @@ def restore_params(folder: pathlib.Path) -> Any:
     step = manager.latest_step()
     if step is None:
       raise UserError(f'{folder}: no checkpoint here')
-    restored = manager.restore(step, args=ocp.args.Composite(state=ocp.args.StandardRestore()))
+    # As numpy arrays, whatever devices they were saved from.
+    wanted = jax.tree.map(lambda x: np.empty(x.shape, x.dtype), manager.item_metadata(step)['state'])
+    restored = manager.restore(step, args=ocp.args.Composite(state=ocp.args.StandardRestore(wanted)))
   return restored['state']['params']
 
 

@@ -14,6 +14,7 @@ import jax
 import ml_collections
 import numpy as np
 
+from dspec import multihost
 from dspec.data import chat
 from dspec.data import features as features_lib
 from dspec.data import prompts as prompts_lib
@@ -87,10 +88,12 @@ def prepare(
   )
   folder = cache_dir / 'data' / text_key
   folder.mkdir(parents=True, exist_ok=True)
-  (folder / 'source.json').write_text(json.dumps({'data': data.to_dict(), 'key': text_key}, indent=2))
   logging.info('data: %s', folder)
 
-  with _only_writer(folder):
+  with _only_writer(folder) if multihost.is_first() else contextlib.nullcontext():
+    if multihost.is_first():
+      (folder / 'source.json').write_text(json.dumps({'data': data.to_dict(), 'key': text_key}, indent=2))
+    multihost.wait_for_all('the lock on the data')
     return _prepare(config, folder, model, params, tokenizer)
 
 

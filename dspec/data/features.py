@@ -15,6 +15,8 @@ import ml_dtypes
 import numpy as np
 import tqdm
 
+from dspec import multihost
+from dspec import sharding
 from dspec.decoding import autoregressive
 from dspec.errors import UserError
 from dspec.models import target as target_lib
@@ -111,12 +113,13 @@ def write(
   Returns:
     The files. A file appears under its name only when it is complete.
   """
-  paths = file_paths(folder, len(rows))
-  with tqdm.tqdm(total=len(rows), desc='target features', unit='row') as bar:
+  paths, first = file_paths(folder, len(rows)), multihost.is_first()
+  there = multihost.from_first(lambda: [path.exists() for path in paths])
+  with tqdm.tqdm(total=len(rows), desc='target features', unit='row', disable=not first) as bar:
     for i, path in enumerate(paths):
       part = rows[i * _ROWS_PER_FILE : (i + 1) * _ROWS_PER_FILE]
-      if not path.exists():
-        records = list(_records(model, params, part, taps, batch_size, bar))
+      records = [] if there[i] else list(_records(model, params, part, taps, batch_size, bar))
+      if records and first:
         partial = path.with_suffix('.partial')
         # One record a group: rows are read in random order.
         writer = array_record_module.ArrayRecordWriter(str(partial), 'group_size:1,uncompressed')
@@ -124,8 +127,9 @@ def write(
           writer.write(record)
         writer.close()
         partial.rename(path)
-      else:
+      elif there[i]:
         bar.update(len(part))
+  multihost.wait_for_all('the files of features')
   return paths
 
 
@@ -146,7 +150,7 @@ def _records(model, params, rows, taps, batch_size, bar):
     tokens_BxT = np.zeros((batch_size, -(-max(len(rows[i][0]) for i in chosen) // chunk) * chunk), np.int32)
     for r, i in enumerate(chosen):
       tokens_BxT[r, : len(rows[i][0])] = rows[i][0]
-    features = np.asarray(compute(model, params, tokens_BxT, taps))
+    features = sharding.to_host(compute(model, params, tokens_BxT, taps))
     for r, i in enumerate(chosen):
       tokens, supervised = rows[i]
       records[i] = encode_record(tokens, supervised, features[r, : len(tokens)])

@@ -50,8 +50,25 @@ def make_row(
   return row
 
 
+class _Share(grain.MapDataset):
+  """Of every `batch_size` elements those at some places."""
+
+  def __init__(self, parent: grain.MapDataset, batch_size: int, places: Sequence[int]):
+    super().__init__(parent)
+    self._batch_size, self._places = batch_size, places
+
+  def __len__(self):
+    return len(self._parent) // self._batch_size * len(self._places)
+
+  def __getitem__(self, index):
+    if isinstance(index, slice):
+      return self.slice(index)
+    batch, place = divmod(index, len(self._places))
+    return self._parent[batch * self._batch_size + self._places[place]]
+
+
 def batches(
-    paths: Sequence[str], *, seed: int, batch_size: int, length: int, anchors: int
+    paths: Sequence[str], *, seed: int, batch_size: int, length: int, anchors: int, rows: Sequence[int] | None = None
 ) -> grain.IterDataset:
   """Endless batches `[B, ...]` of `make_row`; its iterator can be saved and restored.
 
@@ -61,17 +78,20 @@ def batches(
     batch_size: B.
     length: T.
     anchors: A.
+    rows: of each batch, those that are wanted, all that this process reads; None for all. What a row holds, and where
+      an iterator is, does not depend on it.
   """
   source = grain.sources.ArrayRecordDataSource([str(path) for path in paths])
-  rows = (
+  stream = (
       grain.MapDataset.source(source)
       .seed(seed)
       .shuffle()
       .repeat(2**31)  # Endless; without a number Grain overflows at batch size 1.
       .random_map(functools.partial(_with_rng, length=length, anchors=anchors))
-      .batch(batch_size)
   )
-  return rows.to_iter_dataset(grain.ReadOptions(num_threads=2, prefetch_buffer_size=4))
+  if rows is not None and len(rows) < batch_size:
+    stream, batch_size = _Share(stream, batch_size, rows), len(rows)
+  return stream.batch(batch_size).to_iter_dataset(grain.ReadOptions(num_threads=2, prefetch_buffer_size=4))
 
 
 def _with_rng(record, rng, *, length, anchors):

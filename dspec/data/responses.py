@@ -2,6 +2,7 @@
 
 import collections
 from concurrent import futures
+import contextlib
 import functools
 import json
 import math
@@ -17,6 +18,8 @@ import numpy as np
 import tqdm
 
 from dspec import json_lines
+from dspec import multihost
+from dspec import sharding
 from dspec.data import prompts as prompts_lib
 from dspec.decoding import autoregressive
 from dspec.decoding import sampling
@@ -81,8 +84,9 @@ def sample(
   """
   if not prompts:
     return
-  # Dealt out in advance, so that which rows share a batch does not depend on timing.
-  streams = _CPU_STREAMS if jax.default_backend() == 'cpu' else 1
+  # Dealt out in advance, so that which rows share a batch does not depend on timing. The parts of a program on several
+  # devices wait for one another, so two such programs must not run at once.
+  streams = _CPU_STREAMS if jax.default_backend() == 'cpu' and jax.device_count() == 1 else 1
   streams = min(streams, len(prompts), batch_size)
   stop = threading.Event()
   yield from _interleave(
@@ -149,10 +153,10 @@ def _stream(
         live += 1
       rows, cache = _admit(model, params, rows, cache, new, slots, how, key)
     rows, cache = _advance(model, params, rows, cache, _STEPS_PER_VISIT, how, key)
-    done, lengths = np.asarray(rows.done_B), np.asarray(rows.lengths_B)
+    done, lengths = sharding.to_host((rows.done_B, rows.lengths_B))
     finished = [slot for slot, i in enumerate(occupant) if i is not None and done[slot]]
     if finished:
-      tokens = np.asarray(rows.tokens_BxT)
+      tokens = sharding.to_host(rows.tokens_BxT)
     for slot in finished:
       i, occupant[slot] = occupant[slot], None
       yield i, tokens[slot, len(prompts[i]) : lengths[slot]].tolist()
@@ -164,17 +168,21 @@ def sample_resumably(path: pathlib.Path, model, params, prompts, seeds, key, *, 
   Returns:
     The continuations in the order of the prompts.
   """
+  multihost.wait_for_all('the end of what was written before')
   found = {record['index']: record['tokens'] for record in json_lines.read_whole(path)}
   missing = [i for i in range(len(prompts)) if i not in found]
-  with path.open('a') as file, tqdm.tqdm(
-      total=len(prompts), initial=len(prompts) - len(missing), desc=name, unit='row', smoothing=0.05
+  multihost.wait_for_all('all have read what is there')
+  first = multihost.is_first()
+  with path.open('a') if first else contextlib.nullcontext() as file, tqdm.tqdm(
+      total=len(prompts), initial=len(prompts) - len(missing), desc=name, unit='row', smoothing=0.05, disable=not first
   ) as bar:
     new_tokens = 0
     stream = sample(model, params, [prompts[i] for i in missing], [seeds[i] for i in missing], key, **options)
     for position, tokens in stream:
       index = missing[position]
       found[index] = tokens
-      file.write(json.dumps({'index': index, 'tokens': tokens}) + '\n')
+      if first:
+        file.write(json.dumps({'index': index, 'tokens': tokens}) + '\n')
       new_tokens += len(tokens)
       rate = new_tokens / max(bar.format_dict['elapsed'], 1e-9)
       bar.set_postfix_str(f'{rate:.0f} tokens/s', refresh=False)

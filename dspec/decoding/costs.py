@@ -24,6 +24,8 @@ import jax.numpy as jnp
 import numpy as np
 import tqdm
 
+from dspec import multihost
+from dspec import sharding
 from dspec.decoding import autoregressive
 from dspec.decoding import sampling
 from dspec.decoding import speculative
@@ -93,20 +95,22 @@ def measured(
     drafter_params: of any drafter of this shape; costs do not depend on their values.
     rival: the target, and its parameters, in another precision in which plain decoding may be faster.
   """
-  machine = [platform.node(), platform.machine(), os.cpu_count(), jax.devices()[0].device_kind, jax.__version__]
+  machine = [platform.node(), platform.machine(), os.cpu_count(), jax.devices()[0].device_kind, jax.__version__,
+             list(jax.sharding.get_mesh().devices.shape)]
   parts = [
       machine, fingerprint, dataclasses.asdict(drafter.config), jnp.dtype(target.dtype).name,
       jnp.dtype(drafter.dtype).name, _CONTEXT,
   ]
   path = folder / f'{hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]}.json'
-  if not path.exists():
+  if not multihost.from_first(path.exists):
     costs = measure(target, target_params, drafter, drafter_params, rival)
-    folder.mkdir(parents=True, exist_ok=True)
-    part = path.with_suffix('.part')
-    part.write_text(json.dumps({'of': parts, **costs.to_json()}, indent=2))
-    part.replace(path)
+    if multihost.is_first():
+      folder.mkdir(parents=True, exist_ok=True)
+      part = path.with_suffix('.part')
+      part.write_text(json.dumps({'of': parts, **costs.to_json()}, indent=2))
+      part.replace(path)
   logging.info('costs of a round: %s', path)
-  return Costs.from_json(json.loads(path.read_text()))
+  return Costs.from_json(multihost.from_first(lambda: json.loads(path.read_text())))
 
 
 def measure(
@@ -114,10 +118,10 @@ def measure(
     rival: tuple[target_lib.Target, Any],
 ) -> Costs:
   """Times every part of a round by itself. Arguments as of `measured`."""
-  target_params, drafter_params, rival_params = jax.device_put((target_params, drafter_params, rival[1]))
+  target_params, drafter_params, rival_params = sharding.put((target_params, drafter_params, rival[1]))
   sizes = block_sizes(drafter.config.block_size)
   draft, verified = {}, {}
-  with tqdm.tqdm(total=2 * len(sizes) + 2, desc='measuring costs', unit='part') as bar:
+  with tqdm.tqdm(total=2 * len(sizes) + 2, desc='measuring costs', unit='part', disable=not multihost.is_first()) as bar:
     for k in sizes:
       shorter = drafter_lib.Drafter(dataclasses.replace(drafter.config, block_size=k), drafter.dtype)
       state, draft_part, verify_part = _parts(target, shorter, target_params, drafter_params)
@@ -180,7 +184,8 @@ def _step(target):
 
 def _seconds(part, params, state) -> float:
   """Of a call, without compilation. The state is given away and returned, so that caches are not copied."""
-  compiled = jax.jit(part, donate_argnums=2).lower(*params, state).compile()
+  where = jax.tree.map(lambda x: x.sharding, state)
+  compiled = jax.jit(part, donate_argnums=2, out_shardings=where).lower(*params, state).compile()
   state = jax.block_until_ready(compiled(*params, jax.tree.map(jnp.copy, state)))
   seconds = []
   for _ in range(_REPEATS):

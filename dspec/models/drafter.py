@@ -442,7 +442,6 @@ class Drafter(nn.Module):
 
     Returns as `draft`.
     """
-    features_BxTxF = sharding.constrain(features_BxTxF, sharding.BATCH)
     b, t, width = features_BxTxF.shape
     shape, window = embeddings_BxAxKxD.shape, self.config.window
     if 0 < window * shape[1] < t:
