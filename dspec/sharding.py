@@ -35,20 +35,21 @@ _RULES: tuple[tuple[str, PartitionSpec], ...] = (
 )
 
 
-def make_mesh(config: ml_collections.ConfigDict) -> Mesh:
-  """The mesh of all devices that `config.mesh` asks for.
+def make_mesh(config: ml_collections.ConfigDict, devices: Sequence[Any] | None = None) -> Mesh:
+  """The mesh that `config.mesh` asks for, of all devices, or of these.
 
   Raises:
     UserError: when its sizes do not make up the devices.
   """
-  devices, m = jax.device_count(), config.mesh
-  data = m.data or max(devices // (m.fsdp * m.tensor), 1)
-  if data * m.fsdp * m.tensor != devices:
+  count, m = jax.device_count() if devices is None else len(devices), config.mesh
+  data = m.data or max(count // (m.fsdp * m.tensor), 1)
+  if data * m.fsdp * m.tensor != count:
     raise UserError(
-        f'--config.mesh.data={m.data} --config.mesh.fsdp={m.fsdp} --config.mesh.tensor={m.tensor}: there are {devices} '
+        f'--config.mesh.data={m.data} --config.mesh.fsdp={m.fsdp} --config.mesh.tensor={m.tensor}: there are {count} '
         'devices, and the product must be as many; data=0 takes what the others leave')
   # Auto: shardings propagate from inputs and outputs; Explicit, the default, would need annotations in every layer.
-  return jax.make_mesh((data, m.fsdp, m.tensor), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+  return jax.make_mesh(
+      (data, m.fsdp, m.tensor), AXES, axis_types=(AxisType.Auto,) * len(AXES), devices=devices)
 
 
 def check_batch(mesh: Mesh, size: int) -> None:
@@ -128,7 +129,7 @@ def constrain(x: jax.Array, spec: PartitionSpec) -> jax.Array:
   mesh = jax.sharding.get_abstract_mesh()
   if mesh.size <= 1:
     return x
-  return jax.lax.with_sharding_constraint(x, _dividing(mesh, spec, x.shape))
+  return jax.lax.with_sharding_constraint(x, dividing(mesh, spec, x.shape))
 
 
 def constrain_embedded(x: jax.Array) -> jax.Array:
@@ -146,10 +147,10 @@ def _put(array: jax.Array | np.ndarray, sharding: NamedSharding) -> jax.Array:
 
 
 def _sharding(mesh: Mesh, path: Sequence[str], shape: Sequence[int]) -> NamedSharding:
-  return NamedSharding(mesh, _dividing(mesh, spec(path), shape))
+  return NamedSharding(mesh, dividing(mesh, spec(path), shape))
 
 
-def _dividing(mesh, spec: PartitionSpec, shape: Sequence[int]) -> PartitionSpec:
+def dividing(mesh: Mesh, spec: PartitionSpec, shape: Sequence[int]) -> PartitionSpec:
   """The spec without the axes whose number of parts does not divide the array's."""
   parts = lambda axes: int(np.prod([mesh.shape[axis] for axis in ((axes,) if isinstance(axes, str) else axes or ())]))
   return PartitionSpec(*(None if size % parts(axes) else axes for axes, size in zip(spec, shape)))
