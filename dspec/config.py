@@ -146,7 +146,8 @@ def default(budget: str = '') -> ml_collections.ConfigDict:
   evaluate.latency_trees = ()  # Sizes of draft trees that these are decoded with, too; 4 and 7 suit a CPU.
   evaluate.bootstrap_samples = 2000
 
-  mechanisms = config.mechanisms = ml_collections.ConfigDict()  # A study of test-time mechanisms; see `dspec.mechanisms`.
+  # A study of test-time mechanisms; see `dspec.mechanisms`.
+  mechanisms = config.mechanisms = ml_collections.ConfigDict()
   mechanisms.of = ()  # ((name, {option of `generate`: value}), ...); (): no study.
   mechanisms.sets = ('held_out',)  # Of evaluate.sets.
   mechanisms.temperatures = (0.0, 1.0)
@@ -160,7 +161,8 @@ def default(budget: str = '') -> ml_collections.ConfigDict:
   generate.top_k = 0  # 0: all tokens.
   generate.top_p = 1.0
   generate.dtype = 'float32'  # Of the matmuls' operands; exact in float32 alone.
-  generate.block_size = 0  # 0: the fastest, by measured costs and acceptance; where drafts are many or drawn, the trained one.
+  # 0: the fastest, by measured costs and acceptance; where drafts are many or drawn, the trained one.
+  generate.block_size = 0
   generate.drafter_temperature = 0.0  # Above 0 drafts are drawn.
   generate.num_drafts = 1  # Above 1, self-selection among drawn drafts.
   generate.tree_size = 0  # Drafted nodes of a draft tree; 0: none.

@@ -45,17 +45,17 @@ _NOTES = """\
 _COST_NOTES = """\
 The block size of each arm is the fastest one at the costs below, measured by themselves on this machine, and at the
 arm's acceptance on the first set. Plain decoding is the faster of float32 and the precision of the table, but *exact*
-compares with plain decoding in the same precision. **Bound**: accepted length * plain step / (draft + verify), and in brackets what share
-of it the speed-up reaches.
+compares with plain decoding in the same precision. **Bound**: accepted length * plain step / (draft + verify), and in
+brackets what share of it the speed-up reaches.
 """
 
 _MECHANISM_NOTES = """\
 All in float32, against plain decoding that draws with the same key: mechanisms that verify by matching say the same
 text, above temperature 0 too, but for rounding: a token alone is computed in another order than several, and a number
-drawn close to the border between two tokens may then fall on the other side of it. Those that verify by rejection say another
-text of the same distribution. Speed-ups are of
-this machine; a CPU pays for every node of a tree. Gains are of the accepted length: *by mechanism* over the first one
-with the same arm, *by arm* over the first one with the same mechanism.
+drawn close to the border between two tokens may then fall on the other side of it. Those that verify by rejection say
+another text of the same distribution. Speed-ups are of this machine; a CPU pays for every node of a tree. Gains are of
+the accepted length: *by mechanism* over the first one with the same arm, *by arm* over the first one with the same
+mechanism.
 """
 
 

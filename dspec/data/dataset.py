@@ -196,8 +196,8 @@ def _as_written(data, tokenizer):
   rows = [row for messages in chosen[data.held_out :] for row in tokenizer.render_conversation(messages)]
   if not rows:
     raise UserError(
-        f'--config.data.prompts={data.prompts}: of {len(conversations)} conversations {data.held_out} are held out, and '
-        'the others hold no answer'
+        f'--config.data.prompts={data.prompts}: of {len(conversations)} conversations {data.held_out} are held out, '
+        'and the others hold no answer'
     )
   truncated = sum(len(ids) > room for ids, _ in rows)
   rows = [(ids[:room], said[:room]) for ids, said in rows]

@@ -73,15 +73,14 @@ def _conversation(record: dict[str, Any], where: str) -> list[chat.Message]:
   if 'prompt' in record and 'response' in record:
     turns = [('user', record['prompt']), ('assistant', record['response'])]
   else:
-    key, role, content = next(
-        (names for names in (('messages', 'role', 'content'), ('conversations', 'from', 'value')) if names[0] in record),
-        (None, None, None))
+    sharegpt = 'conversations' in record
+    key, role, content = ('conversations', 'from', 'value') if sharegpt else ('messages', 'role', 'content')
     entries = record.get(key)
     if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
       raise UserError(f'{where}: no conversation; each line must be an object {{"messages": [...]}} or '
                       '{"prompt": ..., "response": ...}')
     turns = [(entry.get(role), entry.get(content)) for entry in entries]
-    if key == 'conversations':
+    if sharegpt:
       turns = [(_SHAREGPT_ROLES.get(name, name), text) for name, text in turns]
   for i, (role, text) in enumerate(turns, 1):
     if role not in chat.ROLES:

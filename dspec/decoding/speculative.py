@@ -242,7 +242,8 @@ def _check_tree(tree_size: int, drafter: drafter_lib.DrafterConfig, target: targ
   slots = drafter.block_size - 1
   drafts = sum(vocab_size ** (slot + 1) for slot in range(slots))
   if tree_size > drafts:
-    raise UserError(f'tree_size is {tree_size}: {slots} slots of {vocab_size} tokens make only {drafts} different drafts')
+    raise UserError(
+        f'tree_size is {tree_size}: {slots} slots of {vocab_size} tokens make only {drafts} different drafts')
 
 
 def propose(target_params: Any, drafter: drafter_lib.Drafter, drafter_params: Any, state: State) -> jax.Array:
