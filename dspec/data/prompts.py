@@ -73,7 +73,7 @@ def _conversation(record: dict[str, Any], where: str) -> list[chat.Message]:
   if 'prompt' in record and 'response' in record:
     turns = [('user', record['prompt']), ('assistant', record['response'])]
   else:
-    sharegpt = 'conversations' in record
+    sharegpt = 'messages' not in record and 'conversations' in record
     key, role, content = ('conversations', 'from', 'value') if sharegpt else ('messages', 'role', 'content')
     entries = record.get(key)
     if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
