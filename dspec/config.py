@@ -23,7 +23,7 @@ from ml_collections import config_dict
 from dspec.errors import UserError
 
 BUDGETS = ('', 'smoke', 'long')
-EVALUATION_SETS = ('held_out', 'humaneval')
+EVALUATION_SETS = ('held_out', 'gsm8k', 'aime', 'humaneval', 'mbpp', 'livecodebench', 'mt_bench')
 
 _CHOICES = {
     'data.responses': ('regenerated', 'as_written'),
@@ -39,14 +39,14 @@ _AT_LEAST_ONE = (
     'data.num_prompts', 'data.max_prompt_tokens', 'data.max_response_tokens',
     'data.generation_batch_size', 'drafter.num_layers', 'train.batch_size',
     'train.anchors', 'train.head_chunk', 'train.checkpoint_every', 'train.log_every',
-    'evaluate.num_prompts', 'evaluate.max_new_tokens', 'evaluate.batch_size',
+    'evaluate.num_prompts', 'evaluate.max_new_tokens', 'evaluate.batch_size', 'evaluate.samples',
     'evaluate.bootstrap_samples', 'generate.max_new_tokens', 'generate.num_drafts', 'mechanisms.num_prompts',
     'mechanisms.max_new_tokens',
 )
 _AT_LEAST_ZERO = (
     'seed', 'data.seed', 'data.held_out', 'data.response_temperature', 'drafter.mask_token_id',
-    'drafter.window', 'drafter.vocab_size', 'train.steps',
-    'loss.first_error', 'loss.chain', 'train.weight_decay', 'evaluate.latency_prompts',
+    'drafter.window', 'drafter.vocab_size', 'train.steps', 'loss.first_error', 'loss.chain', 'train.weight_decay',
+    'evaluate.prompt_seed', 'evaluate.temperature', 'evaluate.latency_prompts',
     'generate.temperature', 'generate.top_k', 'generate.drafter_temperature', 'generate.tree_size',
 )
 _ABOVE_ZERO = ('data.prompt_temperature', 'train.learning_rate', 'train.clip_norm')
@@ -89,6 +89,7 @@ def default(budget: str = '') -> ml_collections.ConfigDict:
   data = config.data = ml_collections.ConfigDict()
   # 'self': written by the target; or a .jsonl of {"prompt": ...} or conversations; or 'tfds:NAME:split:field'.
   data.prompts = 'self'
+  data.prompts_dir = ''  # A folder with JSON lines of benchmarks; '': from packages, or the network.
   data.responses = 'regenerated'  # The target's own; or 'as_written': the answers in the .jsonl.
   data.seed = 0  # Of the prompts and answers: another `seed` trains on the same data.
   data.num_prompts = 700
@@ -133,10 +134,13 @@ def default(budget: str = '') -> ml_collections.ConfigDict:
   train.log_every = 10
 
   evaluate = config.evaluate = ml_collections.ConfigDict()
-  evaluate.sets = EVALUATION_SETS
+  evaluate.sets = ('held_out', 'humaneval')  # Of held_out, gsm8k, aime, humaneval, mbpp, livecodebench, mt_bench.
   evaluate.num_prompts = 24  # Of each set.
+  evaluate.prompt_seed = 0  # Which prompts of a benchmark these are.
   evaluate.max_new_tokens = 64
   evaluate.batch_size = 24
+  evaluate.temperature = 0.0
+  evaluate.samples = 1  # Answers to each prompt, above temperature 0.
   evaluate.dtype = 'float32'  # Of the matmuls' operands; exact in float32 alone.
   evaluate.block_size = 0  # Of decoding; 0: the trained one.
   evaluate.latency_prompts = 4  # Of each set, decoded again one at a time; 0: none.
@@ -447,7 +451,12 @@ def _value_problems(config: ml_collections.ConfigDict) -> list[str]:
   for name in evaluate.sets:
     require(name in EVALUATION_SETS, 'evaluate.sets',
             f'unknown set {name!r}' + _nearest(str(name), EVALUATION_SETS))
+  require(evaluate.sets, 'evaluate.sets', f'empty; give some of {", ".join(EVALUATION_SETS)}')
   require(len(set(evaluate.sets)) == len(evaluate.sets), 'evaluate.sets', 'names a set twice')
+  require(evaluate.samples <= 1 or evaluate.temperature, 'evaluate.samples',
+          'at evaluate.temperature=0 every sample is the same')
+  require(not data.prompts_dir or pathlib.Path(data.prompts_dir).expanduser().is_dir(), 'data.prompts_dir',
+          'no such folder')
   require(all(type(size) is int and size >= 1 for size in evaluate.latency_trees), 'evaluate.latency_trees',
           'must be whole numbers of at least 1')
   for key in ('evaluate.block_size', 'evaluate.latency_block_size', 'generate.block_size'):
