@@ -27,8 +27,8 @@ from dspec import report
 from dspec import sharding
 from dspec import train
 from dspec.checkpoints import targets
+from dspec.data import benchmarks
 from dspec.data import dataset as dataset_lib
-from dspec.data import prompts as prompts_lib
 from dspec.decoding import costs as costs_lib
 from dspec.decoding import speculative
 from dspec.errors import UserError
@@ -70,7 +70,9 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
   mechanisms.check(config)
   cache_dir = config_lib.cache_dir(config)
   sharding.make_mesh(config.train.batch_size)
-  humaneval = prompts_lib.humaneval() if 'humaneval' in config.evaluate.sets else []
+  humaneval = []
+  if 'humaneval' in config.evaluate.sets:
+    humaneval = benchmarks.load('humaneval', data_dir=cache_dir / 'tfds').problems
   with stage('target'):
     path = targets.locate(config, cache_dir)
     target_config, params, tokenizer = targets.load(config, path, place=lambda _, array: jax.device_put(array))
@@ -189,7 +191,7 @@ def prompt_sets(config, data, humaneval, tokenizer, target_config) -> dict[str, 
   sources = {
       'held_out': lambda: list(data.held_out),
       'humaneval': lambda: [
-          tokenizer.render_prompt([{'role': 'user', 'content': prompt}]) for prompt in humaneval
+          tokenizer.render_prompt([{'role': 'user', 'content': problem.turns[0]}]) for problem in humaneval
       ],
   }
   sets = {}
