@@ -46,9 +46,10 @@ _AT_LEAST_ONE = (
 _AT_LEAST_ZERO = (
     'seed', 'data.seed', 'data.held_out', 'data.response_temperature', 'drafter.mask_token_id',
     'drafter.window', 'drafter.vocab_size', 'train.steps', 'loss.first_error', 'loss.chain', 'train.weight_decay',
-    'evaluate.prompt_seed', 'evaluate.temperature', 'evaluate.latency_prompts',
+    'evaluate.temperature', 'evaluate.latency_prompts',
     'generate.temperature', 'generate.top_k', 'generate.drafter_temperature', 'generate.tree_size',
 )
+_OR_NONE = {'loss.gamma': float, 'evaluate.prompt_seed': int}  # Their default is None.
 _ABOVE_ZERO = ('data.prompt_temperature', 'train.learning_rate', 'train.clip_norm')
 _NAME = re.compile(r'[\w.-]*\w[\w.-]*')  # Of experiments and arms: they name folders.
 _NAME_RULE = 'letters, digits, "_", "-" and "." only'
@@ -136,7 +137,8 @@ def default(budget: str = '') -> ml_collections.ConfigDict:
   evaluate = config.evaluate = ml_collections.ConfigDict()
   evaluate.sets = ('held_out', 'humaneval')  # Of held_out, gsm8k, aime, humaneval, mbpp, livecodebench, mt_bench.
   evaluate.num_prompts = 24  # Of each set.
-  evaluate.prompt_seed = 0  # Which prompts of a benchmark these are.
+  # Which prompts of a benchmark these are: drawn by a seed, or, with None, the first ones.
+  evaluate.prompt_seed = config_dict.placeholder(int)
   evaluate.max_new_tokens = 64
   evaluate.batch_size = 24
   evaluate.temperature = 0.0
@@ -313,7 +315,7 @@ def _nearest(name: str, valid: Iterable[str], prefix: str = '') -> str:
 
 def _type_name(value: Any) -> str:
   names = {int: 'a whole number', float: 'a number', str: 'a text', tuple: 'a tuple'}
-  return names.get(type(value), 'a number or None')  # Only gamma's default is None.
+  return names.get(type(value), 'a number or None')  # Those of `_OR_NONE`.
 
 
 # ---- Checks --------------------------------------------------------------------------------------
@@ -388,7 +390,7 @@ def _type_problems(config: ml_collections.ConfigDict) -> list[str]:
   problems += [f'--config.{key}: unknown option{_nearest(key, reference, "--config.")}'
                for key in flat if key not in reference]
   for key, value in flat.items():
-    if key not in reference or (key == 'loss.gamma' and type(value) in (float, type(None))):
+    if key not in reference or (key in _OR_NONE and type(value) in (_OR_NONE[key], type(None))):
       continue
     if type(value) is not type(reference[key]):  # A file may put None anywhere, or True for 1.
       problems.append(_problem(key, value, f'must be {_type_name(reference[key])}'))
@@ -453,6 +455,7 @@ def _value_problems(config: ml_collections.ConfigDict) -> list[str]:
             f'unknown set {name!r}' + _nearest(str(name), EVALUATION_SETS))
   require(evaluate.sets, 'evaluate.sets', f'empty; give some of {", ".join(EVALUATION_SETS)}')
   require(len(set(evaluate.sets)) == len(evaluate.sets), 'evaluate.sets', 'names a set twice')
+  require(evaluate.prompt_seed is None or evaluate.prompt_seed >= 0, 'evaluate.prompt_seed', 'must be at least 0')
   require(evaluate.samples <= 1 or evaluate.temperature, 'evaluate.samples',
           'at evaluate.temperature=0 every sample is the same')
   require(not data.prompts_dir or pathlib.Path(data.prompts_dir).expanduser().is_dir(), 'data.prompts_dir',

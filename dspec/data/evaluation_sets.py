@@ -61,7 +61,7 @@ def make(
     config: ml_collections.ConfigDict, held_out: Sequence[Sequence[int]], found: Mapping[str, benchmarks.Benchmark],
     tokenizer: chat.Tokenizer, target_config: target_lib.TargetConfig
 ) -> dict[str, PromptSet]:
-  """At most `config.evaluate.num_prompts` prompts of each set; of a benchmark they are drawn by `.prompt_seed`.
+  """At most `config.evaluate.num_prompts` prompts of each set; those of a benchmark may be drawn by `.prompt_seed`.
 
   Args:
     config: the whole config.
@@ -81,7 +81,10 @@ def make(
     if name == HELD_OUT:
       sets[name] = PromptSet(tuple(map(tuple, _fitting(held_out, room, name)[: e.num_prompts])))
     elif name in found:
-      turns = [problem.turns for problem in benchmarks.choose(found[name].problems, 0, e.prompt_seed)]
+      problems = found[name].problems
+      if e.prompt_seed is not None:
+        problems = benchmarks.choose(problems, 0, e.prompt_seed)
+      turns = [problem.turns for problem in problems]
       sets[name] = _benchmark(name, turns, tokenizer, room, e.num_prompts, found[name].metadata)
   return sets
 
