@@ -282,6 +282,8 @@ def decode_reference(
   Raises:
     UserError: if there is no prompt, or one is empty or too wide.
   """
+  if not prompts:
+    raise UserError(f'{name}: no prompts to evaluate')
   first = len(prompts)
   prompts, questions = [tuple(prompt) for prompt in prompts], list(questions or range(first))
   conversation = list(range(first))  # Of each prompt, the first turn that it continues.
@@ -348,8 +350,6 @@ def decode_speculatively(
 
 def _widths(decoder: Decoder, prompts: Sequence[Prompt], name: str) -> list[int]:
   lengths, limit = [len(prompt) for prompt in prompts], decoder.width_limit
-  if not lengths:
-    raise UserError(f'{name}: no prompts to evaluate')
   if min(lengths) < 1 or max(lengths) > limit:
     raise UserError(f'{name}: prompts must have 1 to {limit} tokens, these have {min(lengths)} to {max(lengths)}')
   return [prompt_width(length, limit) for length in lengths]
