@@ -125,7 +125,7 @@ class Home:
 
     self._server = http.server.ThreadingHTTPServer(('127.0.0.1', 0), functools.partial(Handler, directory=folder))
     self.url = f'http://127.0.0.1:{self._server.server_port}/'
-    threading.Thread(target=self._server.serve_forever, daemon=True).start()
+    threading.Thread(target=self._server.serve_forever, args=(0.02,), daemon=True).start()
     for name in NAMES:
       self.register(name, lambda file: {'url': self.url + file.name})
 
