@@ -126,8 +126,9 @@ class Record:
     return {name: value.tolist() if isinstance(value, np.ndarray) else value for name, value in values.items()}
 
   @classmethod
-  def from_json(cls, prompt: Sequence[int], question: int, values: dict[str, Any]) -> 'Record':
-    """The inverse of `to_json`."""
+  def from_json(cls, prompt: Sequence[int], question: int, line: Mapping[str, Any]) -> 'Record':
+    """The inverse of `to_json`; the line may hold more."""
+    values = {f.name: line[f.name] for f in dataclasses.fields(cls)[2:]}
     arrays = {name: np.array(value, np.int32) for name, value in values.items() if isinstance(value, list)}
     return cls(tuple(prompt), question, **{**values, **arrays})
 

@@ -130,6 +130,7 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
       'target': {
           'name': path.name if not config.target.path.startswith('hub:') else config.target.path,
           'sha256': fingerprint,
+          'published': next((key for key, of in config_lib.TARGETS.items() if of.path == config.target.path), ''),
           'parameters': sum(x.size for x in jax.tree.leaves(params)),
           **dataclasses.asdict(target_config),
       },
