@@ -241,6 +241,43 @@ def use_paper_scale(config: ml_collections.ConfigDict) -> None:
       dtype='bfloat16', num_prompts=128, batch_size=32, max_new_tokens=2048, latency_prompts=8)
 
 
+# What each row of arXiv 2606.11552, Table 2, leaves out of all three terms; as overrides of an arm.
+TERMS: dict[str, dict[str, Any]] = {
+    'uniform': {'loss.gamma': None, 'loss.first_error': 0.0, 'loss.chain': 0.0},
+    'weighting': {'loss.first_error': 0.0, 'loss.chain': 0.0},
+    'first_error': {'loss.chain': 0.0},
+    'chain': {},
+}
+
+
+def paper(budget: str, target: str = 'llama3_8b') -> ml_collections.ConfigDict:
+  """The setting of a table of arXiv 2606.11552: all three terms, evaluated on its six benchmarks.
+
+  Args:
+    budget: '' for a target of the paper on accelerators, 'embedded' for SmolLM2 on a CPU (the data and steps of the
+      main job, 32 prompts a set, 128 new tokens), 'smoke' for the whole path in tiny numbers.
+    target: a key of `TARGETS`; counts for '' alone.
+
+  Returns:
+    A locked ConfigDict.
+
+  Raises:
+    UserError: for another budget.
+  """
+  if budget not in ('', 'embedded', 'smoke'):
+    raise UserError(f'unknown budget {budget!r} after the colon' + _nearest(budget, ('embedded', 'smoke')))
+  config = default('' if budget == 'embedded' else budget)
+  config.loss.update(gamma=10.0, first_error=0.3, chain=40.0)
+  if not budget:
+    use_target(config, target)
+    use_paper_scale(config)
+  if budget != 'smoke':
+    config.evaluate.update(sets=EVALUATION_SETS, prompt_seed=0)
+  if budget == 'embedded':
+    config.evaluate.update(num_prompts=32, batch_size=32, max_new_tokens=128, latency_prompts=0)
+  return config
+
+
 # ---- Tools ---------------------------------------------------------------------------------------
 
 
@@ -453,7 +490,6 @@ def _value_problems(config: ml_collections.ConfigDict) -> list[str]:
   for name in evaluate.sets:
     require(name in EVALUATION_SETS, 'evaluate.sets',
             f'unknown set {name!r}' + _nearest(str(name), EVALUATION_SETS))
-  require(evaluate.sets, 'evaluate.sets', f'empty; give some of {", ".join(EVALUATION_SETS)}')
   require(len(set(evaluate.sets)) == len(evaluate.sets), 'evaluate.sets', 'names a set twice')
   require(evaluate.prompt_seed is None or evaluate.prompt_seed >= 0, 'evaluate.prompt_seed', 'must be at least 0')
   require(evaluate.samples <= 1 or evaluate.temperature, 'evaluate.samples',

@@ -99,13 +99,13 @@ def terminal_table(results: Mapping[str, Any]) -> str:
   """A line for each arm and set, narrow enough for a terminal, and the same for one prompt at a time."""
   left_out = ('macro', 'tokens/s', 'plain tokens/s')
   rows = comparison_rows(results['arms'])
-  tables = [_table([{key: row[key] for key in row if key not in left_out} for row in rows], 'simple')]
+  tables = [table([{key: row[key] for key in row if key not in left_out} for row in rows], 'simple')]
   rows = latency_rows(results)
   if rows:
-    tables += ['One prompt at a time:', _table(rows, 'simple')]
+    tables += ['One prompt at a time:', table(rows, 'simple')]
   rows = mechanism_rows(results['mechanisms'])
   if rows:
-    tables += ['Mechanisms:', _table(rows, 'simple')]
+    tables += ['Mechanisms:', table(rows, 'simple')]
   return '\n\n'.join(tables)
 
 
@@ -131,8 +131,8 @@ def mechanism_rows(study: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
   return [{
       'set': s['set'], 'T': f"{s['temperature']:g}", 'batch': str(s['batch_size']), 'mechanism': s['mechanism'],
       'arm': s['arm'],
-      'accepted length': _with_interval(s['accepted_length']['micro'], s['accepted_length']['micro_interval'], '.3f'),
-      'by mechanism': _gain(s['over_mechanism']), 'by arm': _gain(s['over_arm']),
+      'accepted length': with_interval(s['accepted_length']['micro'], s['accepted_length']['micro_interval'], '.3f'),
+      'by mechanism': gain_text(s['over_mechanism']), 'by arm': gain_text(s['over_arm']),
       'speed-up': f"{s['speed_up']:.2f}x", 'same text': f"{s['identical_prompts']}/{s['num_prompts']}",
   } for s in study]
 
@@ -145,17 +145,27 @@ def mechanism_figure(study: Sequence[Mapping[str, Any]]) -> Figure:
   batch_size = min(s['batch_size'] for s in study)
   figure, panels = _panels(len(places), columns=2)
   for panel, place in zip(panels, places):
-    for i, arm in enumerate(arms):
-      here = [s for s in study if (s['set'], s['temperature'], s['arm']) == (*place, arm)]
-      found = {s['mechanism']: s['accepted_length'] for s in here if s['batch_size'] == batch_size}
-      at = [names.index(name) + (i - (len(arms) - 1) / 2) * 0.8 / len(arms) for name in found]
-      micro = [length['micro'] for length in found.values()]
-      errors = [[abs(length['micro_interval'][side] - length['micro']) for length in found.values()] for side in (0, 1)]
-      panel.bar(at, micro, 0.8 / len(arms), yerr=errors, label=arm, color=_colour(i), error_kw={'linewidth': 0.8})
-    panel.set_xticks(range(len(names)), names, rotation=45, ha='right')
+    here = [s for s in study if (s['set'], s['temperature'], s['batch_size']) == (*place, batch_size)]
+    _grouped_bars(panel, names, arms, {(s['mechanism'], s['arm']): s['accepted_length'] for s in here})
     panel.set(title=f'{place[0]}, T={place[1]:g}', ylabel='accepted length')
-    panel.set_ylim(bottom=1)
   _legend(figure, panels)
+  return figure
+
+
+def bars(values: Sequence[tuple[str, str, Mapping[str, Any], Sequence[float]]]) -> Figure:
+  """Accepted length by set, a bar for each arm.
+
+  Args:
+    values: (set, arm, {micro, micro_interval}, the values of single seeds, drawn as dots).
+  """
+  sets, arms = (list(dict.fromkeys(value[i] for value in values)) for i in (0, 1))
+  figure, [panel] = _panels(1, columns=1)
+  figure.set_size_inches(1.5 + 0.3 * len(sets) * (len(arms) + 1), 4)
+  _grouped_bars(panel, sets, arms, {(name, arm): length for name, arm, length, _ in values})
+  for name, arm, _, dots in values:
+    panel.plot([_place(sets, arms, name, arm)] * len(dots), dots, 'k.', markersize=4)
+  panel.set_ylabel('accepted length')
+  _legend(figure, [panel])
   return figure
 
 
@@ -193,9 +203,9 @@ def comparison_rows(
       rows.append({
           'arm': arm['name'],
           'set': set_name,
-          'accepted length': _with_interval(length['micro'], length['micro_interval'], '.3f'),
-          'macro': _with_interval(length['macro'], length['macro_interval'], '.3f'),
-          'gain': _gain(gain),
+          'accepted length': with_interval(length['micro'], length['micro_interval'], '.3f'),
+          'macro': with_interval(length['macro'], length['macro_interval'], '.3f'),
+          'gain': gain_text(gain),
           'waste': f"{s['waste']:.1%}",
           'tokens/s': f'{fast:.1f}',
           'plain tokens/s': f'{plain:.1f}',
@@ -208,7 +218,7 @@ def comparison_rows(
       mean, block_size = arm['mean'], next(iter(arm['sets'].values()))['block_size']
       rows.append({
           **dict.fromkeys(rows[-1], ''), 'arm': arm['name'], 'set': 'mean',
-          'accepted length': _with_interval(mean['mean'], mean['interval'], '.3f'), 'gain': _gain(mean['gain']),
+          'accepted length': with_interval(mean['mean'], mean['interval'], '.3f'), 'gain': gain_text(mean['gain']),
           beside: text(paper.accepted_length(published or '', arm['loss'], 'mean', block_size), '.3f'),
           'its waste': text(paper.waste(arm['loss'], 'mean'), '.1%'),
       })
@@ -231,20 +241,20 @@ def markdown(results: Mapping[str, Any]) -> str:
       **{key: _text(value) for key, value in {**arm['loss'], **arm['train']}.items()},
   } for arm in arms]
   alone, costs = latency_rows(results), cost_rows(results)
-  latency = ['## One prompt at a time', _table(alone)] if alone else []
+  latency = ['## One prompt at a time', table(alone)] if alone else []
   if costs:
-    latency += [_COST_NOTES, _table(costs)]
+    latency += [_COST_NOTES, table(costs)]
   study = mechanism_rows(results['mechanisms'])
   if study:
-    latency += ['## Test-time mechanisms', '![mechanisms](mechanisms.png)', _MECHANISM_NOTES, _table(study)]
+    latency += ['## Test-time mechanisms', '![mechanisms](mechanisms.png)', _MECHANISM_NOTES, table(study)]
   parts = [
       f"# {results['experiment']} (seed {results['seed']})",
       f"    {results['command']}",
       f"## Speculative decoding at temperature {results['config']['evaluate']['temperature']:g}",
-      _table(comparison_rows(arms, published=results['target']['published'])),
+      table(comparison_rows(arms, published=results['target']['published'])),
       *(f'Gain is over the arm `{name}`.' for name in over),
       _NOTES,
-      _table(details),
+      table(details),
       *(f'Without {name}: it could not be had.' for name in results['missing_sets']),
       *latency,
       '## Acceptance by slot',
@@ -257,12 +267,12 @@ def markdown(results: Mapping[str, Any]) -> str:
       _slot_table(sets, 'slot_accuracy'),
       '## Training',
       '![training](training.png)',
-      _table(training),
+      table(training),
   ]
   sources = [{'set': name, **{key: _text(value) for key, value in source.items()}}
              for name, source in results['sets'].items() if source]
   if sources:
-    parts += ['## Benchmarks', _table(sources)]
+    parts += ['## Benchmarks', table(sources)]
   for title in ('target', 'data', 'machine'):
     parts += [f'## {title.capitalize()}', _pairs(results[title])]
   times = {**results['times'], 'total': sum(results['times'].values())}
@@ -319,6 +329,24 @@ def _panels(count: int, columns: int) -> tuple[Figure, list[Any]]:
   return figure, panels
 
 
+def _place(groups: Sequence[str], arms: Sequence[str], group: str, arm: str) -> float:
+  return groups.index(group) + (arms.index(arm) - (len(arms) - 1) / 2) * 0.8 / len(arms)
+
+
+def _grouped_bars(
+    panel: Any, groups: Sequence[str], arms: Sequence[str], lengths: Mapping[tuple[str, str], Mapping[str, Any]]
+) -> None:
+  """Accepted lengths {(group, arm): {micro, micro_interval}} with their intervals."""
+  for i, arm in enumerate(arms):
+    found = {group: lengths[group, arm] for group in groups if (group, arm) in lengths}
+    at = [_place(groups, arms, group, arm) for group in found]
+    micro = [length['micro'] for length in found.values()]
+    errors = [[abs(length['micro_interval'][side] - length['micro']) for length in found.values()] for side in (0, 1)]
+    panel.bar(at, micro, 0.8 / len(arms), yerr=errors, label=arm, color=_colour(i), error_kw={'linewidth': 0.8})
+  panel.set_xticks(range(len(groups)), groups, rotation=45, ha='right')
+  panel.set_ylim(bottom=1)
+
+
 def _colour(i: int) -> str:
   return _COLOURS[i % len(_COLOURS)]
 
@@ -333,7 +361,7 @@ def _legend(figure: Figure, panels: Sequence[Any]) -> None:
                   frameon=False)
 
 
-def _table(rows: Sequence[Mapping[str, Any]], style: str = 'github') -> str:
+def table(rows: Sequence[Mapping[str, Any]], style: str = 'github') -> str:
   if not rows:
     return '(nothing evaluated)'
   # Without numparse the texts stay as they are: '3.500' does not become '3.5'.
@@ -345,11 +373,11 @@ def _slot_table(sets: Sequence[tuple[str, str, Mapping[str, Any]]], key: str, st
   for arm, name, s in sets:
     shares = {str(k): f'{share:.3f}' for k, share in enumerate(s[key], start=start)}
     rows.append({'arm': arm, 'set': name, **shares})
-  return _table(rows)
+  return table(rows)
 
 
 def _pairs(values: Mapping[str, Any]) -> str:
-  return _table([{'what': key.replace('_', ' '), 'value': _text(value)}
+  return table([{'what': key.replace('_', ' '), 'value': _text(value)}
                  for key, value in values.items()])
 
 
@@ -360,9 +388,9 @@ def _text(value: Any) -> str:
   return str(value)
 
 
-def _with_interval(value: float, bounds: Sequence[float], form: str) -> str:
+def with_interval(value: float, bounds: Sequence[float], form: str) -> str:
   return f'{value:{form}} [{bounds[0]:{form}}, {bounds[1]:{form}}]'
 
 
-def _gain(found: Mapping[str, Any] | None) -> str:
-  return _with_interval(found['micro'], found['interval'], '+.1%') if found else ''
+def gain_text(found: Mapping[str, Any] | None) -> str:
+  return with_interval(found['micro'], found['interval'], '+.1%') if found else ''
