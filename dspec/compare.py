@@ -144,7 +144,7 @@ def pooled(groups: Mapping[str, Sequence[_Arm]]) -> list[dict[str, Any]]:
           'num_prompts': sum(s['num_prompts'] for s in measures),
           'gain': _gain(base, sums, seeds) if paired[set_name] else None,
       })
-    benchmarks = [key for key in of_sets if key != evaluation_sets.HELD_OUT]
+    benchmarks = [key for key in of_sets if key not in evaluation_sets.OF_DATA]
     if len(benchmarks) > 1:
       base = {key: first[key] for key in benchmarks} if all(paired[key] for key in benchmarks) else None
       mean = _mean({key: of_sets[key] for key in benchmarks}, seeds, base)

@@ -23,7 +23,8 @@ from ml_collections import config_dict
 from dspec.errors import UserError
 
 BUDGETS = ('', 'smoke', 'long')
-EVALUATION_SETS = ('held_out', 'gsm8k', 'aime', 'humaneval', 'mbpp', 'livecodebench', 'mt_bench')
+BENCHMARKS = ('gsm8k', 'aime', 'humaneval', 'mbpp', 'livecodebench', 'mt_bench')
+EVALUATION_SETS = ('held_out', 'trained_on', *BENCHMARKS)
 
 _CHOICES = {
     'data.responses': ('regenerated', 'as_written'),
@@ -135,7 +136,8 @@ def default(budget: str = '') -> ml_collections.ConfigDict:
   train.log_every = 10
 
   evaluate = config.evaluate = ml_collections.ConfigDict()
-  evaluate.sets = ('held_out', 'humaneval')  # Of held_out, gsm8k, aime, humaneval, mbpp, livecodebench, mt_bench.
+  # Of held_out, trained_on, gsm8k, aime, humaneval, mbpp, livecodebench, mt_bench.
+  evaluate.sets = ('held_out', 'humaneval')
   evaluate.num_prompts = 24  # Of each set.
   # Which prompts of a benchmark these are: drawn by a seed, or, with None, the first ones.
   evaluate.prompt_seed = config_dict.placeholder(int)
@@ -272,7 +274,7 @@ def paper(budget: str, target: str = 'llama3_8b') -> ml_collections.ConfigDict:
     use_target(config, target)
     use_paper_scale(config)
   if budget != 'smoke':
-    config.evaluate.update(sets=EVALUATION_SETS, prompt_seed=0)
+    config.evaluate.update(sets=('held_out', *BENCHMARKS), prompt_seed=0)
   if budget == 'embedded':
     config.evaluate.update(num_prompts=32, batch_size=32, max_new_tokens=128, latency_prompts=0)
   return config

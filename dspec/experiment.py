@@ -102,7 +102,7 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
   # ---- Evaluation: in float32, if nothing else is said, for there exactness is promised -----------
   with stage('evaluation'):
     e = config.evaluate
-    sets = evaluation_sets.make(config, data.held_out, benchmarks, tokenizer, target_config)
+    sets = evaluation_sets.make(config, data, benchmarks, tokenizer, target_config)
     sizes = {name: e.block_size or arm.drafter.block_size for name, arm, *_ in trained}
     evaluations = evaluate_arms(
         config, workdir, fingerprint, target_config, params, trained, sets, dtype=jnp.dtype(e.dtype),
@@ -291,10 +291,10 @@ def _hash(*parts: bytes) -> str:
 
 
 def mean_of_benchmarks(config, evaluations: Mapping[str, Mapping[str, Any]], arm: str) -> dict[str, Any] | None:
-  """`evaluate.mean_of_sets` of an arm over all sets but the held-out prompts; None where they are fewer than two."""
+  """`evaluate.mean_of_sets` of an arm over its benchmarks; None where they are fewer than two."""
   e = config.evaluate
   sums = lambda name: {
-      key: np.array(s['sums'], np.float64) for key, s in evaluations[name].items() if key != evaluation_sets.HELD_OUT}
+      key: np.array(s['sums'], np.float64) for key, s in evaluations[name].items() if key not in evaluation_sets.OF_DATA}
   if len(sums(arm)) < 2:
     return None
   first = next(iter(evaluations))

@@ -1,4 +1,4 @@
-"""The sets of prompts that drafters are evaluated on: those held out from training, and benchmarks."""
+"""The sets of prompts that drafters are evaluated on: held out from training, or trained on, and benchmarks."""
 
 from collections.abc import Callable, Mapping, Sequence
 import dataclasses
@@ -11,11 +11,12 @@ import ml_collections
 
 from dspec.data import benchmarks
 from dspec.data import chat
+from dspec.data import dataset
 from dspec.errors import UserError
 from dspec.models import target as target_lib
 
-HELD_OUT = 'held_out'
-NAMES = (HELD_OUT, *benchmarks.BENCHMARKS)
+OF_DATA = ('held_out', 'trained_on')
+NAMES = (*OF_DATA, *benchmarks.BENCHMARKS)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,26 +47,26 @@ def load_benchmarks(config: ml_collections.ConfigDict, data_dir: pathlib.Path) -
   """
   found, problems = {}, []
   for name in config.evaluate.sets:
-    if name != HELD_OUT:
+    if name not in OF_DATA:
       try:
         found[name] = benchmarks.load(name, prompts_dir=config.data.prompts_dir, data_dir=data_dir)
       except UserError as error:
         problems.append(str(error))
         logging.warning('%s\nThe evaluation goes on without it.', error)
-  if problems and not found and HELD_OUT not in config.evaluate.sets:
+  if problems and not found and not set(OF_DATA) & set(config.evaluate.sets):
     raise UserError('nothing is left of --config.evaluate.sets:\n' + '\n'.join(problems))
   return found
 
 
 def make(
-    config: ml_collections.ConfigDict, held_out: Sequence[Sequence[int]], found: Mapping[str, benchmarks.Benchmark],
+    config: ml_collections.ConfigDict, data: dataset.Dataset, found: Mapping[str, benchmarks.Benchmark],
     tokenizer: chat.Tokenizer, target_config: target_lib.TargetConfig
 ) -> dict[str, PromptSet]:
   """At most `config.evaluate.num_prompts` prompts of each set; those of a benchmark may be drawn by `.prompt_seed`.
 
   Args:
     config: the whole config.
-    held_out: token ids of the prompts that were held out from training.
+    data: what was trained on, and what was not.
     found: as of `load_benchmarks`.
     tokenizer: of the target.
     target_config: the target's, for the length of its context.
@@ -78,8 +79,8 @@ def make(
       e.block_size or config.drafter.block_size, e.latency_block_size)
   sets = {}
   for name in e.sets:
-    if name == HELD_OUT:
-      sets[name] = PromptSet(tuple(map(tuple, _fitting(held_out, room, name)[: e.num_prompts])))
+    if name in OF_DATA:
+      sets[name] = PromptSet(tuple(map(tuple, _fitting(getattr(data, name), room, name)[: e.num_prompts])))
     elif name in found:
       problems = found[name].problems
       if e.prompt_seed is not None:

@@ -38,7 +38,8 @@ def make(folder, smollm2, tmp_path):
     config_lib.validate(config)
     found = evaluation_sets.load_benchmarks(config, tmp_path / 'tfds')
     shape = types.SimpleNamespace(max_length=max_length or target_config.max_length)
-    return evaluation_sets.make(config, held_out, found, tokenizer, shape)
+    data = types.SimpleNamespace(held_out=held_out, trained_on=((4, 5, 6), (7,)))
+    return evaluation_sets.make(config, data, found, tokenizer, shape)
 
   return make
 
@@ -64,6 +65,7 @@ def test_prompts(make, smollm2):
   texts = [tokenizer.decode(ids, skip_special=False) for ids in sets['gsm8k'].ids]
   assert texts == [chat(tokenizer, QUESTIONS['gsm8k_test'][i]['prompt'] + step_by_step) for i in range(4)]
   assert sets['gsm8k'].source['source'] == 'prompts_dir' and sets['gsm8k'].source['num_problems'] == 9
+  assert make(sets=('trained_on',), num_prompts=1)['trained_on'].ids == ((4, 5, 6),)
   assert len(sets['mt_bench'].ids) == 3 and len(sets['mt_bench'].first(2).ids) == 2
 
 
