@@ -293,10 +293,10 @@ def _hash(*parts: bytes) -> str:
 def mean_of_benchmarks(config, evaluations: Mapping[str, Mapping[str, Any]], arm: str) -> dict[str, Any] | None:
   """`evaluate.mean_of_sets` of an arm over its benchmarks; None where they are fewer than two."""
   e = config.evaluate
-  sums = lambda name: {
-      key: np.array(s['sums'], np.float64) for key, s in evaluations[name].items() if key not in evaluation_sets.OF_DATA}
-  if len(sums(arm)) < 2:
+  benchmarks = [key for key in evaluations[arm] if key not in evaluation_sets.OF_DATA]
+  if len(benchmarks) < 2:
     return None
+  sums = lambda name: {key: np.array(evaluations[name][key]['sums'], np.float64) for key in benchmarks}
   first = next(iter(evaluations))
   baseline = None if arm == first else sums(first)
   found = evaluate.mean_of_sets(sums(arm), baseline, samples=e.bootstrap_samples, seed=config.seed)

@@ -56,7 +56,7 @@ mechanism.
 
 
 def write(workdir: str | pathlib.Path, results: Mapping[str, Any]) -> str:
-  """Writes report.json, report.md, acceptance_by_slot.png and training.png into `workdir`.
+  """Writes report.json, report.md, acceptance_by_slot.png, training.png and others into `workdir`.
 
   Args:
     workdir: folder; made when it is not there.
@@ -91,6 +91,8 @@ def write(workdir: str | pathlib.Path, results: Mapping[str, Any]) -> str:
   training_figure(results['arms']).savefig(workdir / 'training.png', dpi=120)
   if results['mechanisms']:
     mechanism_figure(results['mechanisms']).savefig(workdir / 'mechanisms.png', dpi=120)
+  if _by_steps(results['arms']):
+    steps_figure(results['arms']).savefig(workdir / 'steps.png', dpi=120)
   (workdir / 'report.md').write_text(markdown(results), encoding='utf-8')
   return terminal_table(results)
 
@@ -266,6 +268,7 @@ def markdown(results: Mapping[str, Any]) -> str:
       "Share of rounds in which slot k's draft equals the target's token, whatever came before:",
       _slot_table(sets, 'slot_accuracy'),
       '## Training',
+      *(['![accepted length by steps](steps.png)'] if _by_steps(arms) else []),
       '![training](training.png)',
       table(training),
   ]
@@ -292,6 +295,31 @@ def acceptance_figure(arms: Sequence[Mapping[str, Any]]) -> Figure:
                    marker='o', markersize=3)
     panel.set(title=name, xlabel='slot k', ylabel='rounds with slots 1..k accepted')
     panel.set_ylim(bottom=0)
+  _legend(figure, panels)
+  return figure
+
+
+def _by_steps(arms: Sequence[Mapping[str, Any]]) -> dict[str, list[Mapping[str, Any]]]:
+  """{loss: its arms by number of steps}, where arms of one loss differ in it; empty where none do."""
+  groups: dict[str, list[Mapping[str, Any]]] = {}
+  for arm in sorted(arms, key=lambda arm: arm['train']['steps']):
+    groups.setdefault(json.dumps(arm['loss']), []).append(arm)
+  return {key: group for key, group in groups.items() if len({arm['train']['steps'] for arm in group}) > 1}
+
+
+def steps_figure(arms: Sequence[Mapping[str, Any]]) -> Figure:
+  """A panel for each set, a line for each loss: accepted length against training steps."""
+  groups = list(_by_steps(arms).values())
+  names = list(dict.fromkeys(name for group in groups for arm in group for name in arm['sets']))
+  figure, panels = _panels(len(names), columns=3)
+  for panel, name in zip(panels, names):
+    for i, group in enumerate(groups):
+      lengths = [arm['sets'][name]['accepted_length'] for arm in group]
+      micro = [length['micro'] for length in lengths]
+      errors = [[abs(length['micro_interval'][side] - length['micro']) for length in lengths] for side in (0, 1)]
+      panel.errorbar([arm['train']['steps'] for arm in group], micro, errors, label=group[0]['name'].rpartition('-')[0],
+                     color=_colour(i), marker='o', markersize=3, capsize=2)
+    panel.set(title=name, xlabel='steps', ylabel='accepted length', xscale='log')
   _legend(figure, panels)
   return figure
 

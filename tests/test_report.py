@@ -272,6 +272,29 @@ def test_nothing_evaluated_and_no_curve(tmp_path, results):
   assert (tmp_path / 'training.png').stat().st_size > 1000
 
 
+def test_steps_figure_draws_the_results(tmp_path, results):
+  uniform, chain = results['arms']
+  results['arms'] = []
+  for times, gain in ((4, 0.2), (1, 0.0)):
+    for arm in (uniform, chain):
+      arm = copy.deepcopy(arm)
+      arm['name'] += f'-{times}x'
+      arm['train']['steps'] *= times
+      for s in arm['sets'].values():
+        s['accepted_length']['micro'] += gain
+      results['arms'].append(arm)
+  panels = report.steps_figure(results['arms']).axes
+  assert [panel.get_title() for panel in panels] == ['held_out', 'humaneval']
+  for panel, more in zip(panels, (0, 0.25)):
+    for container, arm in zip(panel.containers, (uniform, chain), strict=True):
+      assert container.get_label() == arm['name']
+      micro = arm['sets']['held_out']['accepted_length']['micro'] + more
+      np.testing.assert_allclose(container.lines[0].get_xdata(), [400, 1600])
+      np.testing.assert_allclose(container.lines[0].get_ydata(), [micro, micro + 0.2])
+  report.write(tmp_path, results)
+  assert (tmp_path / 'steps.png').exists() and '](steps.png)' in (tmp_path / 'report.md').read_text()
+
+
 def test_figures_draw_the_results(results):
   panels = report.acceptance_figure(results['arms']).axes
   assert [panel.get_title() for panel in panels] == ['held_out', 'humaneval']
