@@ -6,7 +6,6 @@ Nothing is loaded: of the target only its shape is known. The TPU compiler is th
 (pip install '.[tpu]'). With `--topology=cpu:8`, for eight devices of this machine's own kind.
 """
 
-from collections.abc import Mapping
 import dataclasses
 import functools
 import math
@@ -101,7 +100,7 @@ def run(config: ml_collections.ConfigDict, topology: str) -> list[Program]:
 def target_shape(config: ml_collections.ConfigDict) -> target_lib.TargetConfig:
   """The target's, without its weights; of those of `dspec.config.TARGETS` without a network."""
   known = next((of for of in config_lib.TARGETS.values() if of.path == config.target.path), None)
-  if known and known.shape:
+  if known:
     return huggingface.config_from_fields(config.target.path, known.shape)
   return targets.read_config(targets.locate(config, config_lib.cache_dir(config)))
 

@@ -23,7 +23,8 @@ from ml_collections import config_dict
 from dspec.errors import UserError
 
 BUDGETS = ('', 'smoke', 'long')
-EVALUATION_SETS = ('held_out', 'humaneval')
+BENCHMARKS = ('gsm8k', 'aime', 'humaneval', 'mbpp', 'livecodebench', 'mt_bench')
+EVALUATION_SETS = ('held_out', 'trained_on', *BENCHMARKS)
 
 _CHOICES = {
     'data.responses': ('regenerated', 'as_written'),
@@ -41,15 +42,17 @@ _AT_LEAST_ONE = (
     'data.generation_batch_size', 'drafter.num_layers', 'train.batch_size',
     'train.anchors', 'train.head_chunk', 'train.checkpoint_every', 'train.log_every',
     'mesh.fsdp', 'mesh.tensor', 'evaluate.num_prompts', 'evaluate.max_new_tokens', 'evaluate.batch_size',
+    'evaluate.samples',
     'evaluate.bootstrap_samples', 'generate.max_new_tokens', 'generate.num_drafts', 'mechanisms.num_prompts',
     'mechanisms.max_new_tokens',
 )
 _AT_LEAST_ZERO = (
     'seed', 'data.seed', 'data.held_out', 'data.response_temperature', 'drafter.mask_token_id',
-    'drafter.window', 'drafter.vocab_size', 'mesh.data', 'train.steps',
-    'loss.first_error', 'loss.chain', 'train.weight_decay', 'evaluate.latency_prompts',
+    'drafter.window', 'drafter.vocab_size', 'mesh.data', 'train.steps', 'loss.first_error', 'loss.chain',
+    'train.weight_decay', 'evaluate.temperature', 'evaluate.latency_prompts',
     'generate.temperature', 'generate.top_k', 'generate.drafter_temperature', 'generate.tree_size',
 )
+_OR_NONE = {'loss.gamma': float, 'evaluate.prompt_seed': int}  # Their default is None.
 _ABOVE_ZERO = ('data.prompt_temperature', 'train.learning_rate', 'train.clip_norm')
 _NAME = re.compile(r'[\w.-]*\w[\w.-]*')  # Of experiments and arms: they name folders.
 _NAME_RULE = 'letters, digits, "_", "-" and "." only'
@@ -90,6 +93,7 @@ def default(budget: str = '') -> ml_collections.ConfigDict:
   data = config.data = ml_collections.ConfigDict()
   # 'self': written by the target; or a .jsonl of {"prompt": ...} or conversations; or 'tfds:NAME:split:field'.
   data.prompts = 'self'
+  data.prompts_dir = ''  # A folder with JSON lines of benchmarks; '': from packages, or the network.
   data.responses = 'regenerated'  # The target's own; or 'as_written': the answers in the .jsonl.
   data.seed = 0  # Of the prompts and answers: another `seed` trains on the same data.
   data.num_prompts = 700
@@ -141,10 +145,15 @@ def default(budget: str = '') -> ml_collections.ConfigDict:
   train.log_every = 10
 
   evaluate = config.evaluate = ml_collections.ConfigDict()
-  evaluate.sets = EVALUATION_SETS
+  # Of held_out, trained_on, gsm8k, aime, humaneval, mbpp, livecodebench, mt_bench.
+  evaluate.sets = ('held_out', 'humaneval')
   evaluate.num_prompts = 24  # Of each set.
+  # Which prompts of a benchmark these are: drawn by a seed, or, with None, the first ones.
+  evaluate.prompt_seed = config_dict.placeholder(int)
   evaluate.max_new_tokens = 64
   evaluate.batch_size = 24
+  evaluate.temperature = 0.0
+  evaluate.samples = 1  # Answers to each prompt, above temperature 0.
   evaluate.dtype = 'float32'  # Of the matmuls' operands; exact in float32 alone.
   evaluate.block_size = 0  # Of decoding; 0: the trained one.
   evaluate.latency_prompts = 4  # Of each set, decoded again one at a time; 0: none.
@@ -154,7 +163,8 @@ def default(budget: str = '') -> ml_collections.ConfigDict:
   evaluate.latency_trees = ()  # Sizes of draft trees that these are decoded with, too; 4 and 7 suit a CPU.
   evaluate.bootstrap_samples = 2000
 
-  mechanisms = config.mechanisms = ml_collections.ConfigDict()  # A study of test-time mechanisms; see `dspec.mechanisms`.
+  # A study of test-time mechanisms; see `dspec.mechanisms`.
+  mechanisms = config.mechanisms = ml_collections.ConfigDict()
   mechanisms.of = ()  # ((name, {option of `generate`: value}), ...); (): no study.
   mechanisms.sets = ('held_out',)  # Of evaluate.sets.
   mechanisms.temperatures = (0.0, 1.0)
@@ -168,7 +178,8 @@ def default(budget: str = '') -> ml_collections.ConfigDict:
   generate.top_k = 0  # 0: all tokens.
   generate.top_p = 1.0
   generate.dtype = 'float32'  # Of the matmuls' operands; exact in float32 alone.
-  generate.block_size = 0  # 0: the fastest, by measured costs and acceptance; where drafts are many or drawn, the trained one.
+  # 0: the fastest, by measured costs and acceptance; where drafts are many or drawn, the trained one.
+  generate.block_size = 0
   generate.drafter_temperature = 0.0  # Above 0 drafts are drawn.
   generate.num_drafts = 1  # Above 1, self-selection among drawn drafts.
   generate.tree_size = 0  # Drafted nodes of a draft tree; 0: none.
@@ -194,24 +205,52 @@ class PublishedTarget:
     path: as `target.path`.
     target_layers: as `drafter.target_layers`.
     mask_token_id: as `drafter.mask_token_id`.
+    shape: what decides its shape in the config.json that it is published with.
   """
 
   path: str
   target_layers: tuple[int, ...]
   mask_token_id: int
+  shape: Mapping[str, Any]
 
 
+_LLAMA = {
+    'architectures': ['LlamaForCausalLM'], 'rms_norm_eps': 1e-5, 'rope_theta': 500_000.0, 'num_key_value_heads': 8,
+    'vocab_size': 128256, 'eos_token_id': [128001, 128009],
+}
+_QWEN3 = {
+    'architectures': ['Qwen3ForCausalLM'], 'rms_norm_eps': 1e-6, 'rope_theta': 1_000_000, 'head_dim': 128,
+    'num_attention_heads': 32, 'num_key_value_heads': 8, 'num_hidden_layers': 36, 'max_position_embeddings': 40960,
+    'vocab_size': 151936, 'eos_token_id': 151645,
+}
 # The four of arXiv 2606.11552, which taps layers 0, 10, 20, 30; and two that a laptop can train on.
 TARGETS: dict[str, PublishedTarget] = {
     # Token 128002 is <|reserved_special_token_0|>, which no text uses.
-    'llama3_8b': PublishedTarget('hub:meta-llama/Meta-Llama-3-8B-Instruct', (0, 10, 20, 30), 128002),
+    'llama3_8b': PublishedTarget('hub:meta-llama/Meta-Llama-3-8B-Instruct', (0, 10, 20, 30), 128002, _LLAMA | {
+        'hidden_size': 4096, 'intermediate_size': 14336, 'num_hidden_layers': 32, 'num_attention_heads': 32,
+        'max_position_embeddings': 8192, 'tie_word_embeddings': False}),
     # Of 28 layers there is no 30, and 27, the last, may not be tapped.
-    'llama3_2_3b': PublishedTarget('hub:meta-llama/Llama-3.2-3B-Instruct', (0, 10, 20, 26), 128002),
+    'llama3_2_3b': PublishedTarget('hub:meta-llama/Llama-3.2-3B-Instruct', (0, 10, 20, 26), 128002, _LLAMA | {
+        'hidden_size': 3072, 'intermediate_size': 8192, 'num_hidden_layers': 28, 'num_attention_heads': 24,
+        'head_dim': 128, 'max_position_embeddings': 131072, 'tie_word_embeddings': True, 'rope_scaling': {
+            'factor': 32.0, 'high_freq_factor': 4.0, 'low_freq_factor': 1.0, 'original_max_position_embeddings': 8192,
+            'rope_type': 'llama3'}}),
     # Row 151669 of the embedding lies behind the last token.
-    'qwen3_4b': PublishedTarget('hub:Qwen/Qwen3-4B', (0, 10, 20, 30), 151669),
-    'qwen3_8b': PublishedTarget('hub:Qwen/Qwen3-8B', (0, 10, 20, 30), 151669),
-    'smollm2_135m': PublishedTarget('hub:HuggingFaceTB/SmolLM2-135M-Instruct', (1, 8, 14, 20, 27), 16),
-    'gemma3_270m': PublishedTarget('hub:google/gemma-3-270m-it', (1, 4, 8, 12, 15), 4),  # Token 4 is <mask>.
+    'qwen3_4b': PublishedTarget('hub:Qwen/Qwen3-4B', (0, 10, 20, 30), 151669, _QWEN3 | {
+        'hidden_size': 2560, 'intermediate_size': 9728, 'tie_word_embeddings': True}),
+    'qwen3_8b': PublishedTarget('hub:Qwen/Qwen3-8B', (0, 10, 20, 30), 151669, _QWEN3 | {
+        'hidden_size': 4096, 'intermediate_size': 12288, 'tie_word_embeddings': False}),
+    'smollm2_135m': PublishedTarget('hub:HuggingFaceTB/SmolLM2-135M-Instruct', (1, 8, 14, 20, 27), 16, {
+        'architectures': ['LlamaForCausalLM'], 'hidden_size': 576, 'intermediate_size': 1536, 'num_hidden_layers': 30,
+        'num_attention_heads': 9, 'num_key_value_heads': 3, 'vocab_size': 49152, 'rms_norm_eps': 1e-5,
+        'rope_theta': 100_000, 'max_position_embeddings': 8192, 'eos_token_id': 2, 'tie_word_embeddings': True}),
+    # Token 4 is <mask>.
+    'gemma3_270m': PublishedTarget('hub:google/gemma-3-270m-it', (1, 4, 8, 12, 15), 4, {
+        'architectures': ['Gemma3ForCausalLM'], 'hidden_size': 640, 'intermediate_size': 2048, 'num_hidden_layers': 18,
+        'num_attention_heads': 4, 'num_key_value_heads': 1, 'head_dim': 256, 'vocab_size': 262144,
+        'rms_norm_eps': 1e-6, 'rope_theta': 1_000_000.0, 'rope_local_base_freq': 10_000.0, 'sliding_window': 512,
+        'query_pre_attn_scalar': 256, 'max_position_embeddings': 32768, 'eos_token_id': [1, 106],
+        'hidden_activation': 'gelu_pytorch_tanh'}),
 }
 
 
@@ -231,7 +270,7 @@ def use_paper_scale(config: ml_collections.ConfigDict) -> None:
   """
   config.target.dtype = 'bfloat16'
   config.data.update(
-      num_prompts=100_000, held_out=128, max_prompt_tokens=1536, max_response_tokens=2048, response_temperature=0.7,
+      num_prompts=100_000, held_out=128, max_prompt_tokens=1984, max_response_tokens=2048, response_temperature=0.7,
       generation_batch_size=256, features='online')
   config.drafter.update(num_layers=4, block_size=16, window=0, vocab_size=0)
   config.train.update(
@@ -239,6 +278,43 @@ def use_paper_scale(config: ml_collections.ConfigDict) -> None:
       head_chunk=2048, checkpoint_every=500, log_every=20)
   config.evaluate.update(
       dtype='bfloat16', num_prompts=128, batch_size=32, max_new_tokens=2048, latency_prompts=8)
+
+
+# What each row of arXiv 2606.11552, Table 2, leaves out of all three terms; as overrides of an arm.
+TERMS: dict[str, dict[str, Any]] = {
+    'uniform': {'loss.gamma': None, 'loss.first_error': 0.0, 'loss.chain': 0.0},
+    'weighting': {'loss.first_error': 0.0, 'loss.chain': 0.0},
+    'first_error': {'loss.chain': 0.0},
+    'chain': {},
+}
+
+
+def paper(budget: str, target: str = 'llama3_8b') -> ml_collections.ConfigDict:
+  """The setting of a table of arXiv 2606.11552: all three terms, evaluated on its six benchmarks.
+
+  Args:
+    budget: '' for a target of the paper on accelerators, 'embedded' for SmolLM2 on a CPU (the data and steps of the
+      main job, 32 prompts a set, 128 new tokens), 'smoke' for the whole path in tiny numbers.
+    target: a key of `TARGETS`; counts for '' alone.
+
+  Returns:
+    A locked ConfigDict.
+
+  Raises:
+    UserError: for another budget.
+  """
+  if budget not in ('', 'embedded', 'smoke'):
+    raise UserError(f'unknown budget {budget!r} after the colon' + _nearest(budget, ('embedded', 'smoke')))
+  config = default('' if budget == 'embedded' else budget)
+  config.loss.update(gamma=10.0, first_error=0.3, chain=40.0)
+  if not budget:
+    use_target(config, target)
+    use_paper_scale(config)
+  if budget != 'smoke':
+    config.evaluate.update(sets=('held_out', *BENCHMARKS), prompt_seed=0)
+  if budget == 'embedded':
+    config.evaluate.update(num_prompts=32, batch_size=32, max_new_tokens=128, latency_prompts=0)
+  return config
 
 
 # ---- Tools ---------------------------------------------------------------------------------------
@@ -315,7 +391,7 @@ def _nearest(name: str, valid: Iterable[str], prefix: str = '') -> str:
 
 def _type_name(value: Any) -> str:
   names = {int: 'a whole number', float: 'a number', str: 'a text', tuple: 'a tuple'}
-  return names.get(type(value), 'a number or None')  # Only gamma's default is None.
+  return names.get(type(value), 'a number or None')  # Those of `_OR_NONE`.
 
 
 # ---- Checks --------------------------------------------------------------------------------------
@@ -397,7 +473,7 @@ def _type_problems(config: ml_collections.ConfigDict) -> list[str]:
   problems += [f'--config.{key}: unknown option{_nearest(key, reference, "--config.")}'
                for key in flat if key not in reference]
   for key, value in flat.items():
-    if key not in reference or (key == 'loss.gamma' and type(value) in (float, type(None))):
+    if key not in reference or (key in _OR_NONE and type(value) in (_OR_NONE[key], type(None))):
       continue
     if type(value) is not type(reference[key]):  # A file may put None anywhere, or True for 1.
       problems.append(_problem(key, value, f'must be {_type_name(reference[key])}'))
@@ -461,6 +537,11 @@ def _value_problems(config: ml_collections.ConfigDict) -> list[str]:
     require(name in EVALUATION_SETS, 'evaluate.sets',
             f'unknown set {name!r}' + _nearest(str(name), EVALUATION_SETS))
   require(len(set(evaluate.sets)) == len(evaluate.sets), 'evaluate.sets', 'names a set twice')
+  require(evaluate.prompt_seed is None or evaluate.prompt_seed >= 0, 'evaluate.prompt_seed', 'must be at least 0')
+  require(evaluate.samples <= 1 or evaluate.temperature, 'evaluate.samples',
+          'at evaluate.temperature=0 every sample is the same')
+  require(not data.prompts_dir or pathlib.Path(data.prompts_dir).expanduser().is_dir(), 'data.prompts_dir',
+          'no such folder')
   require(all(type(size) is int and size >= 1 for size in evaluate.latency_trees), 'evaluate.latency_trees',
           'must be whole numbers of at least 1')
   for key in ('evaluate.block_size', 'evaluate.latency_block_size', 'generate.block_size'):

@@ -4,11 +4,14 @@
 
 Another budget by `--config=experiments/chain_loss.py:smoke` (or `:long`), another folder by
 `--workdir=...`, any option by `--config.a.b=value`. A trained drafter answers by `--mode=generate`, and is written for
-serving engines by `--mode=export --format=dflash --out=FOLDER`.
+serving engines by `--mode=export --format=dflash --out=FOLDER`. Finished runs are put side by side by
+`--mode=compare --runs=FOLDER,FOLDER --out=FOLDER`, without a `--config`. Whether a run fits a TPU slice is told by
+`--mode=compile --topology=v5e:2x4`, on any machine.
 """
 
 import logging as python_logging
 import pathlib
+import re
 import shlex
 import sys
 from typing import Sequence
@@ -30,8 +33,9 @@ _WORKDIR = flags.DEFINE_string(
 
 
 _MODE = flags.DEFINE_enum(
-    'mode', 'train', ['train', 'generate', 'export'],
-    'Train, evaluate and report; or answer prompts with what was trained; or write it for serving engines.')
+    'mode', 'train', ['train', 'generate', 'export', 'compare', 'compile'],
+    'Train, evaluate and report; or answer prompts with what was trained; or write it for serving engines; or compare '
+    'finished runs; or compile the programs of a run for machines that need not be there, to see whether it fits.')
 _PROMPT = flags.DEFINE_string('prompt', '', 'Of --mode=generate; without it, and without a file, a chat.')
 _PROMPTS_FILE = flags.DEFINE_string('prompts_file', '', 'Of --mode=generate: JSON lines of {"prompt": ...}.')
 _FORMAT = flags.DEFINE_enum(
@@ -43,7 +47,9 @@ _MULTIHOST = flags.DEFINE_bool(
 _COORDINATOR = flags.DEFINE_string('coordinator', '', 'Of --multihost: HOST:PORT of process 0.')
 _NUM_PROCESSES = flags.DEFINE_integer('num_processes', None, 'Of --multihost: how many there are.')
 _PROCESS_ID = flags.DEFINE_integer('process_id', None, 'Of --multihost: which this is, from 0.')
-_OUT = flags.DEFINE_string('out', '', 'Of --mode=export: a new or empty folder.')
+_OUT = flags.DEFINE_string('out', '', 'Of --mode=export: a new or empty folder. Of --mode=compare: a folder.')
+_RUNS = flags.DEFINE_list('runs', [], 'Of --mode=compare: folders of finished runs.')
+_TOPOLOGY = flags.DEFINE_string('topology', '', 'Of --mode=compile: such as v5e:2x4, v5p:2x2x2 or cpu:8.')
 
 
 def fail(error: Exception) -> None:
@@ -56,7 +62,7 @@ def parse_flags(argv: Sequence[str]) -> list[str]:
   """`flags.FLAGS(argv)`, but a wrong word ends in one line that says what is wrong with it."""
   try:
     words = flags.FLAGS.read_flags_from_files(argv[1:], force_gnu=False)
-    if not any(word.lstrip('-').startswith('help') for word in words):
+    if not any(re.match(r'--?(help|mode=compare$)', word) for word in words):
       config_lib.check_command_line(words)
     left = flags.FLAGS(argv)
     if left[1:]:
@@ -95,11 +101,19 @@ def check_multihost() -> None:
 def main(argv: Sequence[str]) -> None:
   del argv
   set_up_logging()
-  config = _CONFIG.value
-  workdir = _WORKDIR.value or default_workdir()
   try:
+    if _MODE.value == 'compare':
+      from dspec import compare
+      compare.run(_RUNS.value, _OUT.value)
+      return
+    config = _CONFIG.value
+    workdir = _WORKDIR.value or default_workdir()
     config_lib.validate(config)
     check_multihost()
+    if _MODE.value == 'compile':
+      from dspec import compile as compile_lib
+      compile_lib.run(config, _TOPOLOGY.value)
+      return
     jax.config.update('jax_compilation_cache_dir', str(config_lib.cache_dir(config) / 'xla'))
     jax.config.update('jax_persistent_cache_min_compile_time_secs', 1.0)
     # Late: they load everything, and a wrong option is answered first.

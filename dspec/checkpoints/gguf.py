@@ -16,6 +16,7 @@ from gguf import quants
 import numpy as np
 
 from dspec.checkpoints import tensors as tensors_lib
+from dspec.checkpoints.fields import Fields
 from dspec.data import chat
 from dspec.errors import UserError
 from dspec.models import target as target_lib
@@ -46,15 +47,7 @@ def load_target(
     UserError: if the file is missing, damaged or holds something that is not supported.
   """
   path = Path(path)
-  reader, metadata = _open(path)
-  architecture = metadata.get('general.architecture', str)
-  if architecture not in target_lib.FAMILIES:
-    raise UserError(
-        f'{path}: architecture {architecture!r} is not supported; supported: {", ".join(target_lib.FAMILIES)}'
-    )
-  stored = {tensor.name: tensor for tensor in reader.tensors}
-  factors = _read(stored[_ROPE_FACTORS]) if _ROPE_FACTORS in stored else np.ones(0)
-  config = _config(metadata, architecture, 'output.weight' not in stored, tuple(factors.tolist()))
+  config, metadata, stored = _described(path)
   tokenizer = _tokenizer(metadata, chat_template, thinking)
   if tokenizer.vocab_size > config.vocab_size:
     raise UserError(
@@ -68,6 +61,24 @@ def load_target(
   return config, params, tokenizer
 
 
+def read_config(path: str | os.PathLike[str]) -> target_lib.TargetConfig:
+  """The model's shape alone; raises as `load_target`."""
+  return _described(Path(path))[0]
+
+
+def _described(path: Path) -> tuple[target_lib.TargetConfig, Fields, dict[str, gguf.ReaderTensor]]:
+  """Shape, metadata, and the tensors by name."""
+  reader, metadata = _open(path)
+  architecture = metadata.get('general.architecture', str)
+  if architecture not in target_lib.FAMILIES:
+    raise UserError(
+        f'{path}: architecture {architecture!r} is not supported; supported: {", ".join(target_lib.FAMILIES)}'
+    )
+  stored = {tensor.name: tensor for tensor in reader.tensors}
+  factors = _read(stored[_ROPE_FACTORS]) if _ROPE_FACTORS in stored else np.ones(0)
+  return _config(metadata, architecture, 'output.weight' not in stored, tuple(factors.tolist())), metadata, stored
+
+
 class _StrictReader(gguf.GGUFReader):
   """Refuses to read past the end; the base class yields short arrays and loops over them."""
 
@@ -79,7 +90,7 @@ class _StrictReader(gguf.GGUFReader):
     return array
 
 
-def _open(path: Path) -> tuple[gguf.GGUFReader, tensors_lib.Fields]:
+def _open(path: Path) -> tuple[gguf.GGUFReader, Fields]:
   try:
     with open(path, 'rb') as file:
       head = file.read(8)
@@ -102,7 +113,7 @@ def _open(path: Path) -> tuple[gguf.GGUFReader, tensors_lib.Fields]:
     raise UserError(
         f'{path} is damaged or incomplete ({os.path.getsize(path)} bytes): {error}; fetch it again'
     ) from error
-  return reader, tensors_lib.Fields(path, values, 'metadata')
+  return reader, Fields(path, values)
 
 
 def _read(tensor: gguf.ReaderTensor) -> np.ndarray:
@@ -112,7 +123,7 @@ def _read(tensor: gguf.ReaderTensor) -> np.ndarray:
     raise NotImplementedError(f'has the unsupported type {tensor.tensor_type.name}') from error
 
 
-def _tokenizer(metadata: tensors_lib.Fields, chat_template: str | None, thinking: bool) -> chat.Tokenizer:
+def _tokenizer(metadata: Fields, chat_template: str | None, thinking: bool) -> chat.Tokenizer:
   model = metadata.get('tokenizer.ggml.model', str)
   common = {
       'tokens': metadata.list_of('tokenizer.ggml.tokens', str),
@@ -137,14 +148,14 @@ def _tokenizer(metadata: tensors_lib.Fields, chat_template: str | None, thinking
   )
 
 
-def _eos_ids(metadata: tensors_lib.Fields) -> tuple[int, ...]:
+def _eos_ids(metadata: Fields) -> tuple[int, ...]:
   """End of sequence, of turn and of message, where the file names them."""
   keys = (f'tokenizer.ggml.{name}_token_id' for name in ('eos', 'eot', 'eom'))
   return tensors_lib.eos_of(*(metadata.get(key, int, None) for key in keys))
 
 
 def _config(
-    metadata: tensors_lib.Fields, family: str, tied: bool, rope_divisors: tuple[float, ...]
+    metadata: Fields, family: str, tied: bool, rope_divisors: tuple[float, ...]
 ) -> target_lib.TargetConfig:
   path, of = metadata.path, lambda name: f'{family}.{name}'
   if metadata.get(of('expert_count'), int, 0):

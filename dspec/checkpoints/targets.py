@@ -51,6 +51,11 @@ def load(
   )
 
 
+def read_config(path: pathlib.Path) -> target_lib.TargetConfig:
+  """The shape alone of what `locate` has found; raises as `load`."""
+  return (huggingface if path.is_dir() else gguf).read_config(path)
+
+
 def _read_text(path: str) -> str:
   try:
     return pathlib.Path(path).expanduser().read_text('utf-8')

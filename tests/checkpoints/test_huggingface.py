@@ -195,41 +195,23 @@ def test_the_real_target_survives_the_format(smollm2, tmp_path):
 
 # ---- Published models, by their shapes -------------------------------------------------------------
 
-# Parameters as their model cards and papers give them: arXiv 2407.21783, 2505.09388, 2503.19786.
-LLAMA = {'architectures': ['LlamaForCausalLM'], 'rms_norm_eps': 1e-5, 'eos_token_id': [128001, 128009], 'vocab_size': 128256}
-QWEN = {
-    'architectures': ['Qwen3ForCausalLM'], 'rms_norm_eps': 1e-6, 'eos_token_id': 151645, 'vocab_size': 151936,
-    'head_dim': 128, 'num_attention_heads': 32, 'num_key_value_heads': 8, 'rope_theta': 1_000_000,
-    'max_position_embeddings': 40960, 'num_hidden_layers': 36}
+# Parameters as their model cards and papers give them: arXiv 2407.21783, 2505.09388, 2503.19786; SmolLM2's as its file has.
 PUBLISHED = {
-    'Meta-Llama-3-8B-Instruct': (8_030_261_248, LLAMA | {
-        'hidden_size': 4096, 'intermediate_size': 14336, 'num_hidden_layers': 32, 'num_attention_heads': 32,
-        'num_key_value_heads': 8, 'rope_theta': 500_000.0, 'max_position_embeddings': 8192, 'rope_scaling': None,
-        'tie_word_embeddings': False}),
-    'Llama-3.2-3B-Instruct': (3_212_749_824, LLAMA | {
-        'hidden_size': 3072, 'intermediate_size': 8192, 'num_hidden_layers': 28, 'num_attention_heads': 24,
-        'num_key_value_heads': 8, 'head_dim': 128, 'rope_theta': 500_000.0, 'max_position_embeddings': 131072,
-        'tie_word_embeddings': True, 'rope_scaling': {
-            'factor': 32.0, 'high_freq_factor': 4.0, 'low_freq_factor': 1.0, 'original_max_position_embeddings': 8192,
-            'rope_type': 'llama3'}}),
-    'Qwen3-4B': (4_022_468_096, QWEN | {
-        'hidden_size': 2560, 'intermediate_size': 9728, 'tie_word_embeddings': True}),
-    'Qwen3-8B': (8_190_735_360, QWEN | {
-        'hidden_size': 4096, 'intermediate_size': 12288, 'tie_word_embeddings': False}),
-    'gemma-3-270m-it': (268_098_176, {
-        'architectures': ['Gemma3ForCausalLM'], 'hidden_size': 640, 'intermediate_size': 2048, 'num_hidden_layers': 18,
-        'num_attention_heads': 4, 'num_key_value_heads': 1, 'head_dim': 256, 'vocab_size': 262144, 'rms_norm_eps': 1e-6,
-        'rope_theta': 1_000_000.0, 'rope_local_base_freq': 10_000.0, 'sliding_window': 512, 'query_pre_attn_scalar': 256,
-        'max_position_embeddings': 32768, 'eos_token_id': [1, 106], 'hidden_activation': 'gelu_pytorch_tanh'}),
-}
+    'llama3_8b': 8_030_261_248, 'llama3_2_3b': 3_212_749_824, 'qwen3_4b': 4_022_468_096, 'qwen3_8b': 8_190_735_360,
+    'smollm2_135m': 134_515_008, 'gemma3_270m': 268_098_176}
+
+
+def published(name, folder):
+  """A folder with the config.json of a published target."""
+  (folder / 'config.json').write_text(json.dumps(config_lib.TARGETS[name].shape))
+  return folder
 
 
 @pytest.mark.parametrize('name', PUBLISHED)
 def test_published_models_have_their_published_sizes(name, tmp_path):
-  count, fields = PUBLISHED[name]
-  (tmp_path / 'config.json').write_text(json.dumps(fields))
-  config = huggingface.read_config(tmp_path)
-  assert sum(int(np.prod(shape)) for shape in tensors.shapes(config).values()) == count
+  assert PUBLISHED.keys() == config_lib.TARGETS.keys()
+  config = huggingface.read_config(published(name, tmp_path))
+  assert sum(int(np.prod(shape)) for shape in tensors.shapes(config).values()) == PUBLISHED[name]
 
 
 def test_older_and_newer_spellings_of_rotary_positions_agree(tmp_path):
@@ -237,12 +219,11 @@ def test_older_and_newer_spellings_of_rotary_positions_agree(tmp_path):
     edit(tmp_path / 'config.json', **changes)
     return huggingface.read_config(tmp_path)
 
-  (tmp_path / 'config.json').write_text(json.dumps(PUBLISHED['Llama-3.2-3B-Instruct'][1]))
-  old = huggingface.read_config(tmp_path)
-  scaling = PUBLISHED['Llama-3.2-3B-Instruct'][1]['rope_scaling']
+  old = huggingface.read_config(published('llama3_2_3b', tmp_path))
+  scaling = config_lib.TARGETS['llama3_2_3b'].shape['rope_scaling']
   assert read(rope_scaling=None, rope_theta=None, rope_parameters={**scaling, 'rope_theta': 500_000.0}) == old
   assert len(old.rope_divisors) == 64 and old.rope_divisors[0] == 1 and old.rope_divisors[-1] == pytest.approx(32)
-  gemma = PUBLISHED['gemma-3-270m-it'][1]
+  gemma = config_lib.TARGETS['gemma3_270m'].shape
   (tmp_path / 'config.json').write_text(json.dumps(gemma))
   old = huggingface.read_config(tmp_path)
   assert old.local_layers == tuple(i for i in range(18) if i not in (5, 11, 17)) and old.attention_scale == 1 / 16
@@ -347,13 +328,13 @@ def refused(path, words):
 
 @pytest.mark.parametrize('changes, words', [
     ({'architectures': ['MambaForCausalLM']}, 'MambaForCausalLM is not supported; supported: LlamaForCausalLM, Qwen2'),
-    ({'hidden_size': None}, 'lacks hidden_size'),
+    ({'hidden_size': None}, 'hidden_size is missing'),
     ({'hidden_size': '32'}, 'hidden_size must be of type int'),
     ({'num_key_value_heads': 3}, '3 key heads'),
-    ({'head_dim': None}, 'lacks head_dim'),
-    ({'rope_parameters': None}, 'lacks rope_theta'),
+    ({'head_dim': None}, 'head_dim is missing'),
+    ({'rope_parameters': None}, 'rope_theta is missing'),
     ({'rope_parameters': {'rope_theta': 1.0, 'rope_type': 'yarn'}}, "'yarn' is not supported; supported: default"),
-    ({'use_sliding_window': True}, 'use_sliding_window is not supported'),
+    ({'use_sliding_window': True}, r'a sliding window \(use_sliding_window=True\) is not supported'),
     ({'layer_types': ['sliding_attention'] * 4}, 'sliding_attention are not supported'),
     ({'hidden_act': 'gelu'}, 'activation gelu is not supported; for this architecture silu'),
     ({'vocab_size': 59}, '60 tokens but 59 rows'),
