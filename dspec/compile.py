@@ -236,18 +236,23 @@ def _shortened(message: str) -> str:
 
 
 _SIZES = {'f32': 4, 'bf16': 2, 'f16': 2, 's32': 4, 'u32': 4, 's8': 1, 'u8': 1, 'pred': 1, 's64': 8, 'u64': 8, 'f64': 8}
-_INSTRUCTION = re.compile(r'= (?P<type>\w+)\[(?P<shape>[\d,]+)\]\S* (?P<kind>[\w-]+)\(.*?(?:op_name="(?P<origin>[^"]*)")?$')
+_INSTRUCTION = re.compile(r'= (?P<type>\w+)\[(?P<shape>[\d,]+)\]\S* (?P<kind>[\w-]+)\(')
+_ORIGIN = re.compile(r'op_name="([^"]*)"')
 
 
 def largest(text: str) -> tuple[tuple[int, str, str], ...]:
   """Of the largest arrays of a compiled program (bytes, type and shape, origin), one for each shape."""
   found: dict[str, tuple[int, str, str]] = {}
+  fused = False
   for line in text.splitlines():
-    match = _INSTRUCTION.search(line.split(', backend_config')[0].rstrip('}{ '))
+    if line and not line[0].isspace():  # The head of a computation. What a fusion makes inside is never in memory.
+      fused = 'fused' in line.split('(')[0]
+    match = None if fused else _INSTRUCTION.search(line)
     if match and match['type'] in _SIZES:
       shape = f"{match['type']}[{match['shape']}]"
       size = _SIZES[match['type']] * math.prod(map(int, match['shape'].split(',')))
-      found.setdefault(shape, (size, shape, match['origin'] or match['kind']))
+      origin = _ORIGIN.search(line)
+      found.setdefault(shape, (size, shape, origin[1] if origin else match['kind']))
   return tuple(sorted(found.values(), reverse=True)[:_LISTED])
 
 

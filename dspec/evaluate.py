@@ -385,7 +385,8 @@ def _decode(
   lines = multihost.from_first(lambda: json_lines.read_whole(path)) if path else []
   known = {line['index']: line for line in lines}
   todo = [batch for batch in batches if not all(i in known for i in batch)]
-  with tqdm.tqdm(total=sum(map(len, todo)), desc=name, unit='prompt', disable=not (todo and multihost.is_first())) as bar:
+  silent = not todo or not multihost.is_first()
+  with tqdm.tqdm(total=sum(map(len, todo)), desc=name, unit='prompt', disable=silent) as bar:
     for batch in todo:
       program = decoder.compile(max(widths[i] for i in batch))
       prompts_BxP, lengths_B, seeds_B = _rows(prompts, batch, decoder.batch_size, max(widths[i] for i in batch))
