@@ -1,13 +1,13 @@
 """The configuration: every refusal with its message, overrides, differences, the experiments."""
 
 import copy
-import dataclasses
 import json
 import pathlib
 
 import pytest
 
 from dspec import config as config_lib
+from dspec.checkpoints import huggingface
 from dspec.errors import UserError
 
 EXPERIMENTS = pathlib.Path(__file__).parents[1] / 'experiments'
@@ -56,7 +56,9 @@ def test_experiments_on_published_targets_fit_them(name, budget):
   layers, vocab_size, length, texts = PUBLISHED[name]
   tokenizer = _Tokenizer()
   tokenizer.used_ids = set(range(texts)) if texts else {1, 2, *range(300, vocab_size)}
-  config_lib.validate_against_target(config, _Target(layers, vocab_size, length), tokenizer)
+  target = _target(name)
+  assert (target.num_layers, target.vocab_size, target.max_length) == (layers, vocab_size, length)
+  config_lib.validate_against_target(config, target, tokenizer)
   if texts and budget != 'smoke':
     # arXiv 2606.11552, section 4: what its drafters are and how they are trained.
     assert (config.drafter.num_layers, config.drafter.block_size, config.drafter.window) == (4, 16, 0)
@@ -275,12 +277,9 @@ def test_a_fault_of_the_experiment_is_not_repeated_for_each_arm():
 # ---- Against the target --------------------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True)
-class _Target:
-  num_layers: int = 30
-  vocab_size: int = 49152
-  max_length: int = 8192
-  eos_ids: tuple = (2,)
+def _target(name):
+  """The shape of a published target."""
+  return huggingface.config_from_fields(name, config_lib.TARGETS[name].shape)
 
 
 class _Tokenizer:
@@ -305,7 +304,7 @@ def test_against_the_target(key, value, text):
   config = config_lib.apply_overrides(config_lib.default(), {key: value})
   config_lib.validate(config)
   with pytest.raises(UserError) as error:
-    config_lib.validate_against_target(config, _Target(), _Tokenizer())
+    config_lib.validate_against_target(config, _target('smollm2_135m'), _Tokenizer())
   assert str(error.value).startswith(f'--config.{key}={value}: ')
   assert text in str(error.value)
   assert '\n' not in str(error.value)
@@ -318,7 +317,7 @@ def test_against_the_target(key, value, text):
 ])
 def test_against_the_target_at_the_edge(key, value):
   config = config_lib.apply_overrides(config_lib.default(), {key: value})
-  assert config_lib.validate_against_target(config, _Target(), _Tokenizer()) is None
+  assert config_lib.validate_against_target(config, _target('smollm2_135m'), _Tokenizer()) is None
 
 
 # ---- Tools ---------------------------------------------------------------------------------------

@@ -38,11 +38,13 @@ class Rule:
 
 def shapes(config: target_lib.TargetConfig) -> dict[Path, tuple[int, ...]]:
   """The shape of every parameter of a target."""
-  tokens = jnp.zeros((1, 1), jnp.int32)
   module = target_lib.Target(config)
-  tree = jax.eval_shape(
-      lambda: module.init(jax.random.key(0), tokens, tokens, target_lib.init_cache(config, 1, 1))['params']
-  )
+
+  def init():
+    tokens = jnp.zeros((1, 1), jnp.int32)
+    return module.init(jax.random.key(0), tokens, tokens, target_lib.init_cache(config, 1, 1))['params']
+
+  tree = jax.eval_shape(init)
   return {tuple(key.key for key in path): leaf.shape for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
 
 
