@@ -18,6 +18,8 @@ setuptools.setup(
     install_requires=[requirement for requirement in _REQUIREMENTS if requirement],
     extras_require={
         'test': ['pytest', 'hypothesis', 'nbclient', 'ipykernel'],
+        # libtpu with its compiler: for a TPU VM, and for --mode=compile on any machine.
+        'tpu': ['jax[tpu]'],
         'benchmark': ['torch', 'transformers'],
         # Independent code that tests/checkpoints/test_dflash.py compares with.
         'interop': ['dflash', 'torch', 'transformers'],

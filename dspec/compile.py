@@ -51,7 +51,7 @@ class Program:
 
   Attributes:
     name: what it does.
-    arguments: bytes of what it is given.
+    arguments: bytes of what it is given, and so of what lies in memory, used or not.
     output: bytes of what it returns, but for what takes the place of an argument.
     temporaries: bytes of what lives in between.
     peak: all of these at their worst moment.
@@ -112,7 +112,8 @@ def _devices(topology: str) -> list[Any]:
     return jax.devices('cpu')
   if generation not in HBM or not re.fullmatch('[1-9][0-9]*(x[1-9][0-9]*){1,2}', size):
     raise UserError(f'--topology={topology!r}: must read {"|".join(HBM)}:AxB[xC], such as v5e:2x4, or cpu:N')
-  os.environ.setdefault('TPU_SKIP_MDS_QUERY', '1')  # There is no TPU VM to ask.
+  # There is no TPU VM to ask, and no TPU that two processes could want.
+  os.environ.update(TPU_SKIP_MDS_QUERY='1', ALLOW_MULTIPLE_LIBTPU_LOAD='1')
   try:
     return list(topologies.get_topology_desc(platform='tpu', topology_name=topology).devices)
   except (RuntimeError, ValueError, NotImplementedError) as error:
@@ -141,7 +142,7 @@ def _train_step(config, mesh: Mesh, target_config) -> tuple[jax.stages.Lowered, 
   spec = Objective(config.loss.gamma, config.loss.first_error, config.loss.chain, config.loss.reduction)
   step = jax.jit(
       functools.partial(train.train_step, **models, spec=spec, head_chunk=t.head_chunk), donate_argnums=0,
-      out_shardings=(shardings, sharding.replicated(mesh)))
+      out_shardings=(shardings, sharding.replicated(mesh)), keep_unused=True)
   flops = train_flops(
       target_config, drafter_config, rows=t.batch_size, length=length, anchors=t.anchors,
       online=config.data.features == 'online')
@@ -162,8 +163,10 @@ def _decoding(config, mesh: Mesh, target_config) -> tuple[jax.stages.Lowered, No
       target_config.max_length - e.max_new_tokens - drafter_config.block_size)
   row = lambda shape: jax.ShapeDtypeStruct(shape, jnp.int32, sharding=_of_batch(mesh, shape))
   generate = functools.partial(speculative.generate, max_new_tokens=e.max_new_tokens)
-  program = jax.jit(lambda target_params, params, prompts, lengths: generate(
-      target_lib.Target(target_config, dtype), target_params, drafter, params, prompts, lengths))
+  program = jax.jit(
+      lambda target_params, params, prompts, lengths: generate(
+          target_lib.Target(target_config, dtype), target_params, drafter, params, prompts, lengths),
+      keep_unused=True)
   arguments = _target_params(target_config, dtype), params, row((e.batch_size, width)), row((e.batch_size,))
   return _lower(program, mesh, *arguments), None
 

@@ -289,8 +289,9 @@ def test_steps_figure_draws_the_results(tmp_path, results):
     for container, arm in zip(panel.containers, (uniform, chain), strict=True):
       assert container.get_label() == arm['name']
       micro = arm['sets']['held_out']['accepted_length']['micro'] + more
-      np.testing.assert_allclose(container.lines[0].get_xdata(), [400, 1600])
-      np.testing.assert_allclose(container.lines[0].get_ydata(), [micro, micro + 0.2])
+      line = container.lines[0]
+      np.testing.assert_allclose(np.array(line.get_xdata(), float), [400, 1600])
+      np.testing.assert_allclose(np.array(line.get_ydata(), float), [micro, micro + 0.2])
   report.write(tmp_path, results)
   assert (tmp_path / 'steps.png').exists() and '](steps.png)' in (tmp_path / 'report.md').read_text()
 
