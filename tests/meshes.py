@@ -29,12 +29,9 @@ def choose_objective(scores, valid, which):
   return jax.lax.switch(which, [functools.partial(objective, spec=spec) for spec in OBJECTIVES], scores, valid)
 
 
-def gathered(program: str) -> list[list[int]]:
-  """Shapes that all-gathers of a compiled program result in."""
-  # An all-gather may be of several arrays, and is started and finished apart on some backends.
-  results = re.findall(r'= (.*?) all-gather(?:-start)?\(', program)
-  return [[int(size) for size in shape.split(',') if size]
-          for result in results for shape in re.findall(r'\w+\[([\d,]*)\]', result)]
+def held(program: str) -> list[list[int]]:
+  """Shapes of all float32 matrices that a device holds while it runs a compiled program."""
+  return sorted({(int(rows), int(columns)) for rows, columns in re.findall(r'f32\[(\d+),(\d+)\]', program)})
 
 
 def read_batches(folder: pathlib.Path) -> list[dict]:
@@ -71,11 +68,9 @@ def run(target, target_params, batches, sizes) -> dict:
         state, metrics = compiled(*arguments)
         own.append(metrics['loss'])
       losses.append(np.asarray(own).tolist())
-  parts = lambda tree: {
-      jax.tree_util.keystr(path, simple=True, separator='/'): [list(x.shape), list(x.addressable_shards[0].data.shape)]
-      for path, x in jax.tree_util.tree_flatten_with_path(tree)[0]}
   return {
-      'losses': losses, 'gathered': gathered(compiled.as_text()), 'target': parts(target_params), 'state': parts(state)}
+      'losses': losses, 'held': held(compiled.as_text()), 'target': tiny.parts(target_params),
+      'state': tiny.parts(state)}
 
 
 if __name__ == '__main__':

@@ -5,14 +5,18 @@ import os
 import pathlib
 import random
 import re
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 import time
 
+import jax
 import numpy as np
 import pytest
+
+from dspec.checkpoints import training
 
 ROOT = pathlib.Path(__file__).parents[1]
 STEPS, EVERY = 60, 5
@@ -43,10 +47,11 @@ def free_address():
 class Run:
   """One or two processes of tests/tiny.py."""
 
-  def __init__(self, scratch, workdir, processes, delay=0.0):
+  def __init__(self, scratch, workdir, processes, delay=0.0, changes=None):
     path = scratch / f'{workdir.name}.json'
     path.write_text(json.dumps({
-        'folder': str(scratch / 'data'), 'workdir': str(workdir), 'kind': 'cached', 'config': CHANGES, 'delay': delay}))
+        'folder': str(scratch / 'data'), 'workdir': str(workdir), 'kind': 'cached',
+        'config': {**CHANGES, **(changes or {})}, 'delay': delay}))
     self.workdir = workdir
     words = [sys.executable, str(ROOT / 'tests' / 'tiny.py'), str(path)]
     address = free_address()
@@ -161,6 +166,26 @@ def test_stopped_then_killed_it_ends_as_if_undisturbed(scratch, undisturbed):
   assert (status, other_status) == (0, 0), run.errors()
   assert run.resumed_at() >= kept >= stopped_at
   assert_ends_as(result, undisturbed, workdir)
+
+
+def test_goes_on_in_other_processes_on_another_mesh(scratch, undisturbed):
+  """What two processes on a mesh of 2 x 2 x 2 have saved, in one on 4 x 1 x 2, and as numpy arrays on one device."""
+  wanted, folder = undisturbed
+  workdir = scratch / 'elsewhere'
+  shutil.copytree(folder, workdir)
+  shutil.rmtree(workdir / 'checkpoints' / str(STEPS))
+  run = Run(scratch, workdir, 1, changes={'mesh.data': 4, 'mesh.fsdp': 1, 'mesh.tensor': 2})
+  [(status, result)] = run.finish()
+  assert status == 0, run.errors()
+  assert run.resumed_at() == STEPS - EVERY
+  for name, array in wanted['params'].items():
+    np.testing.assert_allclose(result['params'][name], array, rtol=1e-3, atol=1e-5, err_msg=name)
+  restored = training.restore_params(folder / 'checkpoints')
+  found = {jax.tree_util.keystr(path): x for path, x in jax.tree_util.tree_flatten_with_path(restored)[0]}
+  assert found.keys() == wanted['params'].keys()
+  for name, array in wanted['params'].items():
+    assert isinstance(found[name], np.ndarray)
+    np.testing.assert_array_equal(found[name], np.asarray(array, found[name].dtype))
 
 
 @pytest.mark.slow

@@ -151,31 +151,41 @@ def test_every_mesh_gives_the_losses_of_one_device(runs):
     np.testing.assert_allclose(runs[sizes]['losses'], wanted, rtol=1e-5, err_msg=str(sizes))
 
 
+def assert_lies_as_the_table_says(found, sizes):
+  """`found` is what `parts` of tests/tiny.py gives."""
+  for path, (whole, part) in found.items():
+    assert part == parts(sharding.spec(path.split('/')), whole, sizes), (sizes, path)
+  # That the table splits something, too.
+  kernels = [shapes for path, shapes in found.items() if path.endswith('kernel')]
+  assert kernels and all(np.prod(part) * sizes[1] * sizes[2] == np.prod(whole) for whole, part in kernels)
+
+
+def assert_moments_lie_as_parameters(found):
+  moments = {path for path in found if '/mu/' in path or '/nu/' in path}
+  assert len(moments) == 2 * sum(path.startswith('params/') for path in found) - 4  # But for what is not trained.
+  for path in moments:
+    assert found[path] == found['params/' + path.split('u/', 1)[1]], path
+
+
 @pytest.mark.parametrize('tree', ['target', 'state'])
 def test_every_array_lies_as_the_table_says(runs, tree):
   """The target's, the drafter's, and the optimizer's moments, which lie as their parameters."""
   for sizes in MESHES:
     found = runs[sizes][tree]
-    for path, (whole, part) in found.items():
-      assert part == parts(sharding.spec(path.split('/')), whole, sizes), (sizes, path)
+    assert_lies_as_the_table_says(found, sizes)
     if tree == 'state':
-      moments = {path for path in found if '/mu/' in path or '/nu/' in path}
-      assert len(moments) == 2 * sum(path.startswith('params/') for path in found) - 4  # But for what is not trained.
-      for path in moments:
-        assert found[path] == found['params/' + path.split('u/', 1)[1]], (sizes, path)
-  # That the table, too, splits something.
-  kernels = [f for path, f in runs[2, 2, 2][tree].items() if path.endswith('kernel')]
-  assert kernels and all(np.prod(part) * 4 == np.prod(whole) for whole, part in kernels)
+      assert_moments_lie_as_parameters(found)
 
 
-def test_logits_are_never_gathered(runs):
-  """Nor is any chunk of them: the vocabulary's axis is reduced where it lies."""
+def test_logits_are_never_whole(runs):
+  """A device holds its rows of a chunk and its part of the vocabulary: nothing gathers the rest."""
   for sizes in MESHES:
-    rows = CHUNK // (sizes[0] * sizes[1])
-    shapes = list(map(sorted, runs[sizes]['gathered']))
-    assert shapes or sizes[1] == 1
-    for vocabulary in (DRAFTED, 88):
-      assert sorted((rows, vocabulary)) not in shapes and sorted((CHUNK, vocabulary)) not in shapes, sizes
+    held = {tuple(sorted(shape)) for shape in runs[sizes]['held']}
+    rows, tokens = CHUNK // (sizes[0] * sizes[1]), DRAFTED // sizes[2]
+    own = tuple(sorted((rows, tokens)))
+    assert own in held, sizes
+    more = {tuple(sorted(shape)) for shape in ((CHUNK, tokens), (rows, DRAFTED), (CHUNK, DRAFTED))} - {own}
+    assert not more & held, sizes
 
 
 # ---- Whole runs ------------------------------------------------------------------------------------
@@ -204,6 +214,8 @@ def test_one_device_and_eight_train_alike(tmp_path):
     results.append(json.loads(out.splitlines()[-1]))
   one, eight = results
   assert (one['devices'], eight['devices']) == (1, 8)
+  assert_lies_as_the_table_says(eight['state'], (2, 2, 2))
+  assert_moments_lie_as_parameters(eight['state'])
   assert len(eight['curve']) == 4
   for found, wanted in zip(eight['curve'], one['curve'], strict=True):
     assert found.keys() == wanted.keys()

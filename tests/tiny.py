@@ -18,6 +18,7 @@ from dspec import config as config_lib
 from dspec import multihost
 from dspec import sharding
 from dspec import train
+from dspec.checkpoints import training as checkpoints
 from dspec.data import dataset
 from dspec.data import features
 from dspec.models import target as target_lib
@@ -63,8 +64,15 @@ def make_config(**changes) -> ml_collections.ConfigDict:
   return config_lib.apply_overrides(config, changes)
 
 
+def parts(tree) -> dict[str, list[list[int]]]:
+  """{path: [shape of an array, shape of what one device holds of it]}."""
+  return {
+      jax.tree_util.keystr(path, simple=True, separator='/'): [list(x.shape), list(x.addressable_shards[0].data.shape)]
+      for path, x in jax.tree_util.tree_flatten_with_path(tree)[0]}
+
+
 def main(run: dict) -> None:
-  """Trains; prints what each step logged and how the parameters ended.
+  """Trains; prints what each step logged, how the parameters ended, and how the state lay that was saved last.
 
   Args:
     run: `folder` of data, `workdir`, `kind` of features, `config`, changes by dotted key, and `delay` of each batch in
@@ -72,12 +80,16 @@ def main(run: dict) -> None:
   """
   put_batch = sharding.put_batch
   sharding.put_batch = lambda mesh, batch: (time.sleep(run.get('delay', 0)), put_batch(mesh, batch))[1]
+  save, saved = checkpoints.save, {}
+  checkpoints.save = lambda manager, step, state, iterator: (
+      saved.update(parts(state)), save(manager, step, state, iterator))
   config = make_config(**run['config'])
   with jax.set_mesh(sharding.make_mesh(config)):
     data = make_data(pathlib.Path(run['folder']), run['kind'])
   params, summary = train.run(config, pathlib.Path(run['workdir']), data, *make_target())
   print(json.dumps({
       'devices': jax.device_count(),
+      'state': saved,
       'curve': [{k: v for k, v in record.items() if 'second' not in k} for record in summary['curve']],
       'params': {jax.tree_util.keystr(path): np.asarray(x).tolist()
                  for path, x in jax.tree_util.tree_flatten_with_path(params)[0]},

@@ -86,19 +86,18 @@ def sample(
     return
   # Dealt out in advance, so that which rows share a batch does not depend on timing. The parts of a program on several
   # devices wait for one another, so two such programs must not run at once.
-  streams = _CPU_STREAMS if jax.default_backend() == 'cpu' and jax.device_count() == 1 else 1
-  streams = min(streams, len(prompts), batch_size)
+  count = _CPU_STREAMS if jax.default_backend() == 'cpu' and jax.device_count() == 1 else 1
+  count = min(count, len(prompts), batch_size)
   stop = threading.Event()
-  yield from _interleave(
-      [
-          _stream(
-              model, params, prompts, seeds, key, stop, range(start, len(prompts), streams), max_new_tokens,
-              how, batch_size // streams,
-          )
-          for start in range(streams)
-      ],
-      stop,
-  )
+  streams = [
+      _stream(
+          model, params, prompts, seeds, key, stop, range(start, len(prompts), count), max_new_tokens, how,
+          batch_size // count,
+      )
+      for start in range(count)
+  ]
+  # The mesh of `jax.set_mesh` is that of this thread.
+  yield from _interleave(streams, stop) if count > 1 else streams[0]
 
 
 def _interleave(streams: Sequence[Iterator[Any]], stop: threading.Event) -> Iterator[Any]:

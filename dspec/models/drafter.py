@@ -30,13 +30,6 @@ from dspec.models import target as target_lib
 _MAX_SCORES = 1 << 21
 # Parameters that are measured on the data and not trained.
 MEASURED = ('feature_scale', 'draft_ids')
-# What the forward pass of each layer keeps for the backward pass, which computes the rest again: everything; the results of
-# matrix products; only the layer's input.
-REMAT = {
-    'none': None,
-    'products': jax.checkpoint_policies.dots_saveable,
-    'layers': jax.checkpoint_policies.nothing_saveable,
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -392,7 +385,8 @@ class Drafter(nn.Module):
   `feature_scale` [N * D] multiplies the features and is not trained. A DFlash drafter is the same without it: its `fc`
   has taken it in. `draft_ids` [V'] are the ascending token ids of the
   draft vocabulary, if it has one; see `draft_head`. The parameters may also hold a `selector`; see `adjust_logits`.
-  `remat` is a key of `REMAT`.
+  With `remat` 'layers' a layer keeps its inputs for the backward pass, which computes the rest once more; with 'none' it
+  keeps everything.
   """
 
   config: DrafterConfig
@@ -406,8 +400,7 @@ class Drafter(nn.Module):
       self.param('draft_ids', lambda _: jnp.arange(c.vocab_size, dtype=jnp.int32))
     self.fc = blocks.linear(c.width, self.dtype, None)
     self.hidden_norm = blocks.rms_norm(c.norm_eps, None)
-    policy = REMAT[self.remat]
-    layer = nn.remat(Layer, policy=policy) if policy else Layer
+    layer = {'none': Layer, 'layers': nn.remat(Layer)}[self.remat]
     self.layers = [layer(c, self.dtype, i) for i in range(c.num_layers)]
     self.norm = blocks.rms_norm(c.norm_eps, None)
 

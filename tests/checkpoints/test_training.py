@@ -60,15 +60,18 @@ def test_round_trip_into_a_fresh_manager(iterator, tmp_path):
     assert all(np.array_equal(found[name], batch[name]) for name in batch)
 
 
-def test_the_newest_two_are_kept_and_the_newest_is_read(iterator, tmp_path):
+def test_the_newest_two_are_kept_and_the_newest_is_read(iterator, tmp_path, caplog):
   with training.open_manager(tmp_path) as manager:
     for step in (3, 6, 9):
       training.save(manager, step, make_state(step), iterator())
     assert sorted(manager.all_steps()) == [6, 9]
   # What a stop in the middle of a save leaves behind.
   (tmp_path / '12.orbax-checkpoint-tmp').mkdir()
+  assert not any('skipped' in message for message in caplog.messages)
   with training.open_manager(tmp_path) as manager:
     assert_same(training.restore(manager, make_state(0), iterator()), make_state(9))
+  assert [m for m in caplog.messages if 'skipped' in m] == [
+      f'{tmp_path}/12.orbax-checkpoint-tmp: was being saved when its run was ended, and is skipped']
   params = training.restore_params(tmp_path)
   assert_same(params, jax.tree.map(np.asarray, make_state(9)['params']))
 
@@ -77,6 +80,7 @@ def test_a_checkpoint_that_is_there_is_left_alone(iterator, tmp_path):
   with training.open_manager(tmp_path) as manager:
     training.save(manager, 3, make_state(3), iterator())
     training.save(manager, 3, make_state(4), iterator())
+  with training.open_manager(tmp_path) as manager:
     assert_same(training.restore(manager, make_state(0), iterator()), make_state(3))
 
 

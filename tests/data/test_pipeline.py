@@ -158,3 +158,26 @@ def test_rows_without_any_anchor(tmp_path):
   batch = next(iterator(path))
   assert not batch['is_anchor'].any() and not batch['supervised'].any()
   assert batch['tokens'].tolist() == [[1, 2, 3] + [0] * 13] * 2
+
+
+# ---- Rows by process -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize('shares', [[[0, 1, 2], [3, 4, 5]], [[0, 3], [1, 4], [2, 5]], [[0, 1, 2, 3, 4, 5]] * 2])
+def test_processes_read_the_batch_of_one_in_parts(paths, shares):
+  """Contiguous, interleaved as the devices of a pod may lie, and the same rows twice; in the second epoch, too."""
+  wanted = iterator(paths, batch_size=6)
+  parts = [iter(pipeline.batches(
+      paths, seed=0, batch_size=6, length=LENGTH, anchors=ANCHORS, rows=rows)) for rows in shares]
+  for _ in range(4):
+    batch = next(wanted)
+    for part, rows in zip(parts, shares):
+      assert equal(next(part), {name: array[rows] for name, array in batch.items()})
+  # All are at the same place, from where any goes on.
+  states = [part.get_state() for part in parts]
+  assert all(state == wanted.get_state() for state in states)
+  wanted.set_state(states[0])
+  again = iter(pipeline.batches(paths, seed=0, batch_size=6, length=LENGTH, anchors=ANCHORS, rows=shares[-1]))
+  again.set_state(states[0])
+  batch = next(wanted)
+  assert equal(next(again), {name: array[shares[-1]] for name, array in batch.items()})
