@@ -17,7 +17,8 @@ setuptools.setup(
     packages=setuptools.find_packages(include=['dspec', 'dspec.*']),
     install_requires=[requirement for requirement in _REQUIREMENTS if requirement],
     extras_require={
-        'test': ['pytest', 'hypothesis', 'nbclient', 'ipykernel'],
+        # pytest-xdist: most of a test's time is compilation, on one core.
+        'test': ['pytest', 'pytest-xdist', 'hypothesis', 'nbclient', 'ipykernel'],
         # libtpu with its compiler: for a TPU VM, and for --mode=compile on any machine.
         'tpu': ['jax[tpu]'],
         'benchmark': ['torch', 'transformers'],
