@@ -23,7 +23,8 @@ from ml_collections import config_dict
 from dspec.errors import UserError
 
 BUDGETS = ('', 'smoke', 'long')
-EVALUATION_SETS = ('held_out', 'humaneval')
+BENCHMARKS = ('gsm8k', 'aime', 'humaneval', 'mbpp', 'livecodebench', 'mt_bench')
+EVALUATION_SETS = ('held_out', 'trained_on', *BENCHMARKS)
 
 _CHOICES = {
     'data.responses': ('regenerated', 'as_written'),
@@ -41,15 +42,16 @@ _AT_LEAST_ONE = (
     'data.generation_batch_size', 'drafter.num_layers', 'train.batch_size',
     'train.anchors', 'train.head_chunk', 'train.checkpoint_every', 'train.log_every',
     'mesh.fsdp', 'mesh.tensor', 'evaluate.num_prompts', 'evaluate.max_new_tokens', 'evaluate.batch_size',
-    'evaluate.bootstrap_samples', 'generate.max_new_tokens', 'generate.num_drafts', 'mechanisms.num_prompts',
+    'evaluate.samples', 'evaluate.bootstrap_samples', 'generate.max_new_tokens', 'generate.num_drafts', 'mechanisms.num_prompts',
     'mechanisms.max_new_tokens',
 )
 _AT_LEAST_ZERO = (
     'seed', 'data.seed', 'data.held_out', 'data.response_temperature', 'drafter.mask_token_id',
-    'drafter.window', 'drafter.vocab_size', 'mesh.data', 'train.steps',
-    'loss.first_error', 'loss.chain', 'train.weight_decay', 'evaluate.latency_prompts',
+    'drafter.window', 'drafter.vocab_size', 'mesh.data', 'train.steps', 'loss.first_error', 'loss.chain',
+    'train.weight_decay', 'evaluate.temperature', 'evaluate.latency_prompts',
     'generate.temperature', 'generate.top_k', 'generate.drafter_temperature', 'generate.tree_size',
 )
+_OR_NONE = {'loss.gamma': float, 'evaluate.prompt_seed': int}  # Their default is None.
 _ABOVE_ZERO = ('data.prompt_temperature', 'train.learning_rate', 'train.clip_norm')
 _NAME = re.compile(r'[\w.-]*\w[\w.-]*')  # Of experiments and arms: they name folders.
 _NAME_RULE = 'letters, digits, "_", "-" and "." only'
@@ -90,6 +92,7 @@ def default(budget: str = '') -> ml_collections.ConfigDict:
   data = config.data = ml_collections.ConfigDict()
   # 'self': written by the target; or a .jsonl of {"prompt": ...} or conversations; or 'tfds:NAME:split:field'.
   data.prompts = 'self'
+  data.prompts_dir = ''  # A folder with JSON lines of benchmarks; '': from packages, or the network.
   data.responses = 'regenerated'  # The target's own; or 'as_written': the answers in the .jsonl.
   data.seed = 0  # Of the prompts and answers: another `seed` trains on the same data.
   data.num_prompts = 700
@@ -140,10 +143,15 @@ def default(budget: str = '') -> ml_collections.ConfigDict:
   train.log_every = 10
 
   evaluate = config.evaluate = ml_collections.ConfigDict()
-  evaluate.sets = EVALUATION_SETS
+  # Of held_out, trained_on, gsm8k, aime, humaneval, mbpp, livecodebench, mt_bench.
+  evaluate.sets = ('held_out', 'humaneval')
   evaluate.num_prompts = 24  # Of each set.
+  # Which prompts of a benchmark these are: drawn by a seed, or, with None, the first ones.
+  evaluate.prompt_seed = config_dict.placeholder(int)
   evaluate.max_new_tokens = 64
   evaluate.batch_size = 24
+  evaluate.temperature = 0.0
+  evaluate.samples = 1  # Answers to each prompt, above temperature 0.
   evaluate.dtype = 'float32'  # Of the matmuls' operands; exact in float32 alone.
   evaluate.block_size = 0  # Of decoding; 0: the trained one.
   evaluate.latency_prompts = 4  # Of each set, decoded again one at a time; 0: none.
@@ -153,7 +161,8 @@ def default(budget: str = '') -> ml_collections.ConfigDict:
   evaluate.latency_trees = ()  # Sizes of draft trees that these are decoded with, too; 4 and 7 suit a CPU.
   evaluate.bootstrap_samples = 2000
 
-  mechanisms = config.mechanisms = ml_collections.ConfigDict()  # A study of test-time mechanisms; see `dspec.mechanisms`.
+  # A study of test-time mechanisms; see `dspec.mechanisms`.
+  mechanisms = config.mechanisms = ml_collections.ConfigDict()
   mechanisms.of = ()  # ((name, {option of `generate`: value}), ...); (): no study.
   mechanisms.sets = ('held_out',)  # Of evaluate.sets.
   mechanisms.temperatures = (0.0, 1.0)
@@ -167,7 +176,8 @@ def default(budget: str = '') -> ml_collections.ConfigDict:
   generate.top_k = 0  # 0: all tokens.
   generate.top_p = 1.0
   generate.dtype = 'float32'  # Of the matmuls' operands; exact in float32 alone.
-  generate.block_size = 0  # 0: the fastest, by measured costs and acceptance; where drafts are many or drawn, the trained one.
+  # 0: the fastest, by measured costs and acceptance; where drafts are many or drawn, the trained one.
+  generate.block_size = 0
   generate.drafter_temperature = 0.0  # Above 0 drafts are drawn.
   generate.num_drafts = 1  # Above 1, self-selection among drawn drafts.
   generate.tree_size = 0  # Drafted nodes of a draft tree; 0: none.
@@ -238,6 +248,43 @@ def use_paper_scale(config: ml_collections.ConfigDict) -> None:
       head_chunk=2048, checkpoint_every=500, log_every=20)
   config.evaluate.update(
       dtype='bfloat16', num_prompts=128, batch_size=32, max_new_tokens=2048, latency_prompts=8)
+
+
+# What each row of arXiv 2606.11552, Table 2, leaves out of all three terms; as overrides of an arm.
+TERMS: dict[str, dict[str, Any]] = {
+    'uniform': {'loss.gamma': None, 'loss.first_error': 0.0, 'loss.chain': 0.0},
+    'weighting': {'loss.first_error': 0.0, 'loss.chain': 0.0},
+    'first_error': {'loss.chain': 0.0},
+    'chain': {},
+}
+
+
+def paper(budget: str, target: str = 'llama3_8b') -> ml_collections.ConfigDict:
+  """The setting of a table of arXiv 2606.11552: all three terms, evaluated on its six benchmarks.
+
+  Args:
+    budget: '' for a target of the paper on accelerators, 'embedded' for SmolLM2 on a CPU (the data and steps of the
+      main job, 32 prompts a set, 128 new tokens), 'smoke' for the whole path in tiny numbers.
+    target: a key of `TARGETS`; counts for '' alone.
+
+  Returns:
+    A locked ConfigDict.
+
+  Raises:
+    UserError: for another budget.
+  """
+  if budget not in ('', 'embedded', 'smoke'):
+    raise UserError(f'unknown budget {budget!r} after the colon' + _nearest(budget, ('embedded', 'smoke')))
+  config = default('' if budget == 'embedded' else budget)
+  config.loss.update(gamma=10.0, first_error=0.3, chain=40.0)
+  if not budget:
+    use_target(config, target)
+    use_paper_scale(config)
+  if budget != 'smoke':
+    config.evaluate.update(sets=('held_out', *BENCHMARKS), prompt_seed=0)
+  if budget == 'embedded':
+    config.evaluate.update(num_prompts=32, batch_size=32, max_new_tokens=128, latency_prompts=0)
+  return config
 
 
 # ---- Tools ---------------------------------------------------------------------------------------
@@ -314,7 +361,7 @@ def _nearest(name: str, valid: Iterable[str], prefix: str = '') -> str:
 
 def _type_name(value: Any) -> str:
   names = {int: 'a whole number', float: 'a number', str: 'a text', tuple: 'a tuple'}
-  return names.get(type(value), 'a number or None')  # Only gamma's default is None.
+  return names.get(type(value), 'a number or None')  # Those of `_OR_NONE`.
 
 
 # ---- Checks --------------------------------------------------------------------------------------
@@ -396,7 +443,7 @@ def _type_problems(config: ml_collections.ConfigDict) -> list[str]:
   problems += [f'--config.{key}: unknown option{_nearest(key, reference, "--config.")}'
                for key in flat if key not in reference]
   for key, value in flat.items():
-    if key not in reference or (key == 'loss.gamma' and type(value) in (float, type(None))):
+    if key not in reference or (key in _OR_NONE and type(value) in (_OR_NONE[key], type(None))):
       continue
     if type(value) is not type(reference[key]):  # A file may put None anywhere, or True for 1.
       problems.append(_problem(key, value, f'must be {_type_name(reference[key])}'))
@@ -460,6 +507,11 @@ def _value_problems(config: ml_collections.ConfigDict) -> list[str]:
     require(name in EVALUATION_SETS, 'evaluate.sets',
             f'unknown set {name!r}' + _nearest(str(name), EVALUATION_SETS))
   require(len(set(evaluate.sets)) == len(evaluate.sets), 'evaluate.sets', 'names a set twice')
+  require(evaluate.prompt_seed is None or evaluate.prompt_seed >= 0, 'evaluate.prompt_seed', 'must be at least 0')
+  require(evaluate.samples <= 1 or evaluate.temperature, 'evaluate.samples',
+          'at evaluate.temperature=0 every sample is the same')
+  require(not data.prompts_dir or pathlib.Path(data.prompts_dir).expanduser().is_dir(), 'data.prompts_dir',
+          'no such folder')
   require(all(type(size) is int and size >= 1 for size in evaluate.latency_trees), 'evaluate.latency_trees',
           'must be whole numbers of at least 1')
   for key in ('evaluate.block_size', 'evaluate.latency_block_size', 'generate.block_size'):

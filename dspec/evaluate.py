@@ -5,15 +5,17 @@ gain counts the bonus token; the token of the prefill belongs to no round; the l
 the EOS or the length limit. The accepted length pools all rounds (micro) or averages per prompt
 first, then over prompts (macro).
 
-    decode = compile_autoregressive(target, params, ...)        # once
-    fast = compile_speculative(target, params, drafter, ...)    # once for all drafters of one shape
-    reference = decode_reference(decode, prompts, name)         # once for each set of prompts
+    plain = compile_autoregressive(target, params, ...)                      # once
+    fast = compile_speculative(target, params, drafter, ...)                 # once for all drafters of one shape
+    reference = decode_reference(plain, prompts, name)                       # once for each set of prompts
     evaluation = decode_speculatively(fast, drafter_params, reference, name)
     report = result(evaluation, reference.tokens_per_second, samples=2000, seed=0)
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 import dataclasses
+import functools
+import pathlib
 import time
 from typing import Any
 
@@ -22,6 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 import tqdm
 
+from dspec import json_lines
 from dspec import multihost
 from dspec import sharding
 from dspec.decoding import autoregressive
@@ -32,6 +35,7 @@ from dspec.models import drafter as drafter_lib
 from dspec.models import target as target_lib
 
 Prompt = Sequence[int]
+_NARROWEST = 128  # Width of prompts, in tokens.
 
 
 # ---- Decoding ------------------------------------------------------------------------------------
@@ -39,24 +43,22 @@ Prompt = Sequence[int]
 
 @dataclasses.dataclass(frozen=True)
 class Decoder:
-  """A decoder compiled for one shape of batch, so that no measured time holds a compilation.
+  """A decoder that is compiled for few shapes of batches, never inside of a time that is measured.
 
   Attributes:
-    run: `(prompts_BxP, lengths_B) -> Rows`; a speculative one
-      `(drafter_params, prompts_BxP, lengths_B) -> (Rows, Trace)`.
+    compile: width P of prompts -> `(prompts_BxP, lengths_B, seeds_B) -> Rows`; a speculative one
+      `(drafter_params, prompts_BxP, lengths_B, seeds_B) -> (Rows, Trace)`. Keeps what it has compiled.
     batch_size: B.
-    prompt_width: P.
+    width_limit: the widest prompts that fit the context.
     eos_ids: tokens that end an answer.
     dtype: of the matrix products.
-    compile_seconds: what compiling took.
   """
 
-  run: Callable[..., Any]
+  compile: Callable[[int], Callable[..., Any]]
   batch_size: int
-  prompt_width: int
+  width_limit: int
   eos_ids: tuple[int, ...]
   dtype: str
-  compile_seconds: float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,13 +66,17 @@ class Reference:
   """Autoregressive answers to a set of prompts. They depend on no drafter: all arms share them.
 
   Attributes:
-    prompts: token ids.
+    prompts: token ids; those of later turns of a conversation behind all first ones.
+    questions: for each prompt the number of the question that it belongs to: with its later turns and other samples.
     tokens: the answer to each prompt, int32, its EOS included.
-    seconds: wall-clock time of decoding, without compilation.
+    batches: indices of the prompts that were decoded together, by length of their answers.
+    seconds: wall-clock time of decoding these batches, without compilation.
   """
 
   prompts: tuple[tuple[int, ...], ...]
+  questions: tuple[int, ...]
   tokens: tuple[np.ndarray, ...]
+  batches: tuple[tuple[int, ...], ...]
   seconds: float
 
   @property
@@ -84,6 +90,7 @@ class Record:
 
   Attributes:
     prompt: token ids; pairs the records of two drafters.
+    question: see `Reference`; intervals are over questions.
     tokens: the answer, int32, the prefill's token first.
     gained_R: tokens that each round added, bonus included, after the cut.
     accepted_R: drafts among them.
@@ -96,6 +103,7 @@ class Record:
   """
 
   prompt: tuple[int, ...]
+  question: int
   tokens: np.ndarray
   gained_R: np.ndarray
   accepted_R: np.ndarray
@@ -114,10 +122,22 @@ class Record:
     """Tokens of the answer without the prefill's."""
     return int(self.gained_R.sum())
 
+  def to_json(self) -> dict[str, Any]:
+    """All but the prompt and its question."""
+    values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)[2:]}
+    return {name: value.tolist() if isinstance(value, np.ndarray) else value for name, value in values.items()}
+
+  @classmethod
+  def from_json(cls, prompt: Sequence[int], question: int, line: Mapping[str, Any]) -> 'Record':
+    """The inverse of `to_json`; the line may hold more."""
+    values = {f.name: line[f.name] for f in dataclasses.fields(cls)[2:]}
+    arrays = {name: np.array(value, np.int32) for name, value in values.items() if isinstance(value, list)}
+    return cls(tuple(prompt), question, **{**values, **arrays})
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Evaluation:
-  """One drafter on one set of prompts.
+  """One drafter, or several of the same kind, on one set of prompts.
 
   Attributes:
     records: one for each prompt, in the reference's order.
@@ -136,32 +156,24 @@ class Evaluation:
     return sum(len(record.tokens) for record in self.records) / self.seconds
 
 
-def fitting(
-    prompts: Sequence[Prompt],
-    config: target_lib.TargetConfig,
-    *,
-    max_new_tokens: int,
-    block_size: int,
-) -> list[Prompt]:
-  """The prompts that leave room in the target's context for the answer and one more block.
+def pool(evaluations: Sequence[Evaluation]) -> Evaluation:
+  """Several drafters on the same prompts as one: of each question all rounds count, whoever drafted them."""
+  records = tuple(record for evaluation in evaluations for record in evaluation.records)
+  return dataclasses.replace(
+      evaluations[0], records=records, seconds=sum(evaluation.seconds for evaluation in evaluations))
 
-  Raises:
-    UserError: if there is none.
+
+def prompt_width(length: int, limit: int) -> int:
+  """The width that a prompt of this many tokens is decoded in: few widths, so that few programs are compiled.
+
+  Args:
+    length: of the prompt.
+    limit: the widest that fits the context.
   """
-  room = config.max_length - max_new_tokens - block_size
-  kept = [prompt for prompt in prompts if len(prompt) <= room]
-  if not kept:
-    raise UserError(
-        f'none of {len(prompts)} prompts has at most {room} tokens, which is what the context of '
-        f'{config.max_length} leaves; lower --config.evaluate.max_new_tokens or shorten the prompts'
-    )
-  return kept
-
-
-def prompt_width(prompts: Sequence[Prompt]) -> int:
-  """A width for all these prompts, a multiple of the prefill's chunk: one shape compiles once."""
-  chunk = autoregressive.PREFILL_CHUNK
-  return -(-max(map(len, prompts)) // chunk) * chunk
+  width = _NARROWEST
+  while width < length:
+    width *= 4
+  return max(min(width, limit), length)
 
 
 def compile_autoregressive(
@@ -169,28 +181,30 @@ def compile_autoregressive(
     params: Any,
     *,
     batch_size: int,
-    prompt_width: int,
     max_new_tokens: int,
     how: sampling.Sampling = sampling.GREEDY,
     key: jax.Array | None = None,
 ) -> Decoder:
-  """One-token decoding, compiled.
+  """One-token decoding.
 
   Args:
     target: the target; its dtype is that of the matrix products.
     params: its parameters.
     batch_size: rows decoded at once.
-    prompt_width: see `prompt_width`.
     max_new_tokens: length limit of every answer.
     how: how tokens are drawn.
     key: source of randomness; needed only above temperature 0.
   """
   params, key = sharding.put(params), jax.random.key(0) if key is None else key
-  compiled, seconds = _compile(autoregressive.generate.lower(
-      target, params, *_batch_shape(batch_size, prompt_width), key, max_new_tokens=max_new_tokens, how=how
-  ))
-  run = lambda prompts_BxP, lengths_B: compiled(params, prompts_BxP, lengths_B, key)
-  return _decoder(run, target, batch_size, prompt_width, seconds)
+
+  def compile_(width: int):
+    prompts_BxP, lengths_B, seeds_B = _batch_shape(batch_size, width)
+    program = autoregressive.generate.lower(
+        target, params, prompts_BxP, lengths_B, key, seeds_B, max_new_tokens=max_new_tokens, how=how
+    ).compile()
+    return lambda prompts_BxP, lengths_B, seeds_B: program(params, prompts_BxP, lengths_B, key, seeds_B)
+
+  return _decoder(compile_, target, batch_size, max_new_tokens)
 
 
 def compile_speculative(
@@ -200,13 +214,12 @@ def compile_speculative(
     drafter_params: Any,
     *,
     batch_size: int,
-    prompt_width: int,
     max_new_tokens: int,
     how: sampling.Sampling = sampling.GREEDY,
     drafting: speculative.Drafting = speculative.Drafting(),
     key: jax.Array | None = None,
 ) -> Decoder:
-  """Speculative decoding, compiled for all drafters of this shape.
+  """Speculative decoding, for all drafters of this shape.
 
   Args:
     target: the target.
@@ -214,63 +227,103 @@ def compile_speculative(
     drafter: the drafter; its config holds the decode-time block size.
     drafter_params: its parameters, or only their shapes.
     batch_size: rows decoded at once.
-    prompt_width: see `prompt_width`.
     max_new_tokens: length limit of every answer.
     how: how the target's tokens are drawn.
     drafting: what is drafted in a round.
     key: source of randomness; needed only above temperature 0.
   """
   target_params, key = sharding.put(target_params), jax.random.key(0) if key is None else key
-  compiled, seconds = _compile(speculative.generate.lower(
-      target, target_params, drafter, sharding.shapes(drafter_params), *_batch_shape(batch_size, prompt_width), key,
-      max_new_tokens=max_new_tokens, how=how, drafting=drafting,
-  ))
-  run = lambda drafter_params, prompts_BxP, lengths_B: compiled(
-      target_params, drafter_params, prompts_BxP, lengths_B, key
-  )
-  return _decoder(run, target, batch_size, prompt_width, seconds)
+  drafter_shapes = sharding.shapes(drafter_params)
+
+  def compile_(width: int):
+    prompts_BxP, lengths_B, seeds_B = _batch_shape(batch_size, width)
+    program = speculative.generate.lower(
+        target, target_params, drafter, drafter_shapes, prompts_BxP, lengths_B, key, seeds_B,
+        max_new_tokens=max_new_tokens, how=how, drafting=drafting,
+    ).compile()
+    return lambda drafter_params, prompts_BxP, lengths_B, seeds_B: program(
+        target_params, drafter_params, prompts_BxP, lengths_B, key, seeds_B)
+
+  return _decoder(compile_, target, batch_size, max_new_tokens + drafter.config.block_size)
 
 
-def _batch_shape(batch_size: int, width: int) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
-  shape = lambda *sizes: jax.ShapeDtypeStruct(sizes, jnp.int32)
-  return shape(batch_size, width), shape(batch_size)
+def _batch_shape(batch_size: int, width: int) -> tuple[jax.ShapeDtypeStruct, ...]:
+  shape = jax.ShapeDtypeStruct
+  return (
+      shape((batch_size, width), jnp.int32), shape((batch_size,), jnp.int32), shape((batch_size,), jnp.uint32))
 
 
-def _compile(lowered: jax.stages.Lowered) -> tuple[jax.stages.Compiled, float]:
-  begin = time.perf_counter()
-  return lowered.compile(), time.perf_counter() - begin
+def _decoder(compile_: Callable[[int], Any], target: target_lib.Target, batch_size: int, reserved: int) -> Decoder:
+  config = target.config
+  return Decoder(
+      functools.cache(compile_), batch_size, config.max_length - reserved, config.eos_ids,
+      jnp.dtype(target.dtype).name)
 
 
-def _decoder(run, target, batch_size, width, seconds) -> Decoder:
-  dtype = jnp.dtype(target.dtype).name
-  return Decoder(run, batch_size, width, target.config.eos_ids, dtype, seconds)
-
-
-def decode_reference(decoder: Decoder, prompts: Sequence[Prompt], name: str) -> Reference:
+def decode_reference(
+    decoder: Decoder,
+    prompts: Sequence[Prompt],
+    name: str,
+    *,
+    questions: Sequence[int] | None = None,
+    follow_up: Callable[[int, list[np.ndarray]], Prompt | None] | None = None,
+    path: pathlib.Path | None = None,
+) -> Reference:
   """Answers prompts one token at a time.
+
+  How long an answer becomes is not known before. So where answers ended on their own, they are decoded once more, in
+  batches of like length: these are what drafters are timed on too, and in neither do short answers wait for long ones.
 
   Args:
     decoder: from `compile_autoregressive`.
-    prompts: token ids of each, at least one.
+    prompts: token ids of each, at least one. Sampling of prompt i is seeded with i.
     name: what the progress bar shows.
+    questions: see `Reference`; by default every prompt is one.
+    follow_up: (number of a prompt, the answers so far) -> the prompt of the next turn, or None after the last one.
+    path: a file that answers are appended to, and read from if it is there.
 
   Raises:
-    UserError: if there is no prompt, or one is empty or wider than the decoder.
+    UserError: if there is no prompt, or one is empty or too wide.
   """
-  batches, seconds = _decode(decoder, (), prompts, name)
-  tokens = {}
-  for indices, rows in batches:
-    for row, i in enumerate(indices):
-      tokens[i] = rows.tokens_BxT[row, len(prompts[i]) : rows.lengths_B[row]]
-  return Reference(
-      prompts=tuple(tuple(prompt) for prompt in prompts),
-      tokens=tuple(tokens[i] for i in range(len(prompts))),
-      seconds=seconds,
-  )
+  if not prompts:
+    raise UserError(f'{name}: no prompts to evaluate')
+  first = len(prompts)
+  prompts, questions = [tuple(prompt) for prompt in prompts], list(questions or range(first))
+  conversation = list(range(first))  # Of each prompt, the first turn that it continues.
+  tokens: list[np.ndarray] = []
+
+  def answer(i, rows, row):
+    return {'tokens': rows.tokens_BxT[row, len(prompts[i]) : rows.lengths_B[row]].tolist()}
+
+  while len(tokens) < len(prompts):
+    new = range(len(tokens), len(prompts))
+    widths = _widths(decoder, prompts, name)
+    batches = _batches(new, decoder.batch_size, lambda i: (widths[i], len(prompts[i])))
+    lines, seconds = _decode(decoder, (), prompts, widths, batches, name, path, answer)
+    tokens += [np.array(lines[i]['tokens'], np.int32) for i in new]
+    for i in new if follow_up else ():
+      start = conversation[i]
+      answers = [tokens[j] for j in range(len(tokens)) if conversation[j] == start]
+      prompt = follow_up(start, answers)
+      if prompt is not None:
+        prompts.append(tuple(prompt))
+        questions.append(questions[start])
+        conversation.append(start)
+  timed = _batches(
+      range(len(prompts)), decoder.batch_size, lambda i: (widths[i], len(tokens[i]), len(prompts[i])))
+  if len(prompts) > first or set(map(frozenset, timed)) != set(map(frozenset, batches)):
+    again = path and path.with_suffix(f'.timed{path.suffix}')
+    _, seconds = _decode(decoder, (), prompts, widths, timed, f'{name}, timed', again, lambda *_: {})
+  return Reference(tuple(prompts), tuple(questions), tuple(tokens), timed, seconds)
 
 
 def decode_speculatively(
-    decoder: Decoder, drafter_params: Any, reference: Reference, name: str
+    decoder: Decoder,
+    drafter_params: Any,
+    reference: Reference,
+    name: str,
+    *,
+    path: pathlib.Path | None = None,
 ) -> Evaluation:
   """Answers the reference's prompts with a drafter and measures every round.
 
@@ -281,65 +334,84 @@ def decode_speculatively(
   Args:
     decoder: from `compile_speculative`.
     drafter_params: the drafter's parameters.
-    reference: from `decode_reference`.
+    reference: from `decode_reference`, of the same batch size.
     name: what the progress bar shows.
+    path: a file that records are appended to, and read from if it is there.
   """
-  batches, seconds = _decode(decoder, (sharding.put(drafter_params),), reference.prompts, name)
-  records = {}
-  for indices, (rows, trace) in batches:
-    measured = measure(
-        rows,
-        trace,
-        [reference.prompts[i] for i in indices],
-        [reference.tokens[i] for i in indices],
-        decoder.eos_ids,
-    )
-    records.update(zip(indices, measured, strict=True))
-  return Evaluation(
-      records=tuple(records[i] for i in range(len(records))),
-      seconds=seconds,
-      batch_size=decoder.batch_size,
-      dtype=decoder.dtype,
-  )
+  prompts, questions = reference.prompts, reference.questions
+
+  def describe(i, output, row):
+    rows, trace = output
+    return measure(rows, trace, row, prompts[i], questions[i], reference.tokens[i], decoder.eos_ids).to_json()
+
+  lines, seconds = _decode(
+      decoder, (sharding.put(drafter_params),), prompts, _widths(decoder, prompts, name), reference.batches, name,
+      path, describe)
+  records = tuple(Record.from_json(prompts[i], questions[i], lines[i]) for i in range(len(prompts)))
+  return Evaluation(records, seconds, decoder.batch_size, decoder.dtype)
 
 
-def _decode(decoder: Decoder, args: tuple, prompts: Sequence[Prompt], name: str):
-  """[(indices of prompts, what `run` gave, as numpy arrays)], and the seconds of the runs alone."""
-  lengths = [len(prompt) for prompt in prompts]
-  if not lengths:
-    raise UserError(f'{name}: no prompts to evaluate')
-  if min(lengths) < 1 or max(lengths) > decoder.prompt_width:
-    raise UserError(f'{name}: prompts must have 1 to {decoder.prompt_width} tokens, '
-                    f'these have {min(lengths)} to {max(lengths)}')
-  batches = _batches(prompts, decoder.batch_size, decoder.prompt_width)
-  outputs, seconds = [], 0.0
-  with tqdm.tqdm(total=len(prompts), desc=name, unit='prompt', disable=not multihost.is_first()) as bar:
-    for indices, prompts_BxP, lengths_B in batches:
-      begin = time.perf_counter()
-      output = jax.block_until_ready(decoder.run(*args, prompts_BxP, lengths_B))
-      seconds += time.perf_counter() - begin
-      outputs.append((indices, sharding.to_host(output)))
-      bar.update(len(indices))
-  return outputs, seconds
+def _widths(decoder: Decoder, prompts: Sequence[Prompt], name: str) -> list[int]:
+  lengths, limit = [len(prompt) for prompt in prompts], decoder.width_limit
+  if min(lengths) < 1 or max(lengths) > limit:
+    raise UserError(f'{name}: prompts must have 1 to {limit} tokens, these have {min(lengths)} to {max(lengths)}')
+  return [prompt_width(length, limit) for length in lengths]
 
 
 def _batches(
-    prompts: Sequence[Prompt], batch_size: int, width: int
-) -> Iterator[tuple[list[int], np.ndarray, np.ndarray]]:
-  """Batches of prompts of like length, longest first: (indices, prompts_BxP, lengths_B).
+    indices: Iterable[int], batch_size: int, size: Callable[[int], Any]
+) -> tuple[tuple[int, ...], ...]:
+  """Batches of like size, the largest first."""
+  order = sorted(indices, key=size, reverse=True)
+  return tuple(tuple(order[start : start + batch_size]) for start in range(0, len(order), batch_size))
 
-  The last one is filled by repeating its rows, which then end when their originals do.
+
+def _decode(
+    decoder: Decoder, args: tuple, prompts: Sequence[Prompt], widths: Sequence[int], batches: Sequence[Sequence[int]],
+    name: str, path: pathlib.Path | None, describe: Callable[[int, Any, int], dict[str, Any]]
+) -> tuple[dict[int, dict[str, Any]], float]:
+  """{index of a prompt: its line}, and the seconds of decoding; batches that `path` has are not decoded again.
+
+  Args:
+    decoder: what decodes.
+    args: what its programs take before the prompts.
+    prompts: all, by index.
+    widths: of all.
+    batches: indices of the prompts that are wanted.
+    name: of the progress bar.
+    path: as of `decode_reference`.
+    describe: (index, output of the program as numpy arrays, row) -> what is to be kept.
   """
-  order = sorted(range(len(prompts)), key=lambda i: -len(prompts[i]))
-  for start in range(0, len(order), batch_size):
-    indices = order[start : start + batch_size]
-    prompts_BxP = np.zeros((batch_size, width), np.int32)
-    lengths_B = np.zeros(batch_size, np.int32)
-    for row in range(batch_size):
-      prompt = prompts[indices[row % len(indices)]]
-      prompts_BxP[row, : len(prompt)] = prompt
-      lengths_B[row] = len(prompt)
-    yield indices, prompts_BxP, lengths_B
+  known = multihost.from_first(lambda: json_lines.read_whole(path)) if path else []
+  known = {line['index']: line for line in known}
+  todo = [batch for batch in batches if not all(i in known for i in batch)]
+  hidden = not todo or not multihost.is_first()
+  with tqdm.tqdm(total=sum(map(len, todo)), desc=name, unit='prompt', disable=hidden) as bar:
+    for batch in todo:
+      program = decoder.compile(max(widths[i] for i in batch))
+      prompts_BxP, lengths_B, seeds_B = _rows(prompts, batch, decoder.batch_size, max(widths[i] for i in batch))
+      begin = time.perf_counter()
+      output = jax.block_until_ready(program(*args, prompts_BxP, lengths_B, seeds_B))
+      seconds = time.perf_counter() - begin
+      output = sharding.to_host(output)
+      lines = [{'index': i, 'seconds': seconds / len(batch), **describe(i, output, row)} for row, i in enumerate(batch)]
+      known.update((line['index'], line) for line in lines)
+      if path and multihost.is_first():
+        json_lines.append(path, *lines)
+      bar.update(len(batch))
+  wanted = {i: known[i] for batch in batches for i in batch}
+  return wanted, sum(line['seconds'] for line in wanted.values())
+
+
+def _rows(
+    prompts: Sequence[Prompt], batch: Sequence[int], batch_size: int, width: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+  """`prompts_BxP, lengths_B, seeds_B` of a batch, filled by repeating its rows, which end when their originals do."""
+  indices = np.resize(np.array(batch, np.uint32), batch_size)
+  prompts_BxP = np.zeros((batch_size, width), np.int32)
+  for row, i in enumerate(indices):
+    prompts_BxP[row, : len(prompts[i])] = prompts[i]
+  return prompts_BxP, np.array([len(prompts[i]) for i in indices], np.int32), indices
 
 
 # ---- Measures ------------------------------------------------------------------------------------
@@ -348,45 +420,47 @@ def _batches(
 def measure(
     rows: autoregressive.Rows,
     trace: speculative.Trace,
-    prompts: Sequence[Prompt],
-    references: Sequence[np.ndarray],
+    row: int,
+    prompt: Prompt,
+    question: int,
+    reference: np.ndarray,
     eos_ids: tuple[int, ...],
-) -> list[Record]:
-  """What happened to the first rows of a batch, one record for each of `prompts`.
+) -> Record:
+  """What happened to a row of a batch.
 
   Args:
     rows: finished rows, numpy arrays.
     trace: of their rounds, numpy arrays.
-    prompts: token ids of the first rows; rows beyond them are padding.
-    references: autoregressive answers to the prompts.
+    row: which one.
+    prompt: its token ids.
+    question: the number of its question.
+    reference: the autoregressive answer.
     eos_ids: tokens that end an answer.
   """
   slots_S = np.arange(1, trace.drafts_BxRxS.shape[-1] + 1)
-  records = []
-  for row, (prompt, reference) in enumerate(zip(prompts, references, strict=True)):
-    length = rows.lengths_B[row]
-    output = rows.tokens_BxT[row, :length]
-    ran_R = trace.starts_BxR[row] >= 0
-    starts_R, drafts_RxS = trace.starts_BxR[row][ran_R], trace.drafts_BxRxS[row][ran_R]
-    gained_R = trace.gained_BxR[row][ran_R]
-    accepted_R = np.minimum(trace.accepted_BxR[row][ran_R], gained_R)
-    positions_RxS = starts_R[:, None] + slots_S
-    inside_RxS = positions_RxS < length
-    right_RxS = output[np.minimum(positions_RxS, length - 1)]
-    correct_RxS = inside_RxS & (drafts_RxS == right_RxS)
-    tokens = output[len(prompt) :]
-    records.append(Record(
-        prompt=tuple(prompt),
-        tokens=tokens,
-        gained_R=gained_R,
-        accepted_R=accepted_R,
-        correct_S=correct_RxS.sum(0),
-        inside_S=inside_RxS.sum(0),
-        wasted=int((correct_RxS & (slots_S > accepted_R[:, None])).sum()),
-        identical=np.array_equal(tokens, reference),
-        ended=bool(tokens[-1] in eos_ids),
-    ))
-  return records
+  length = rows.lengths_B[row]
+  output = rows.tokens_BxT[row, :length]
+  ran_R = trace.starts_BxR[row] >= 0
+  starts_R, drafts_RxS = trace.starts_BxR[row][ran_R], trace.drafts_BxRxS[row][ran_R]
+  gained_R = trace.gained_BxR[row][ran_R]
+  accepted_R = np.minimum(trace.accepted_BxR[row][ran_R], gained_R)
+  positions_RxS = starts_R[:, None] + slots_S
+  inside_RxS = positions_RxS < length
+  right_RxS = output[np.minimum(positions_RxS, length - 1)]
+  correct_RxS = inside_RxS & (drafts_RxS == right_RxS)
+  tokens = output[len(prompt) :]
+  return Record(
+      prompt=tuple(prompt),
+      question=question,
+      tokens=tokens,
+      gained_R=gained_R,
+      accepted_R=accepted_R,
+      correct_S=correct_RxS.sum(0),
+      inside_S=inside_RxS.sum(0),
+      wasted=int((correct_RxS & (slots_S > accepted_R[:, None])).sum()),
+      identical=np.array_equal(tokens, reference),
+      ended=bool(tokens[-1] in eos_ids),
+  )
 
 
 def summarise(records: Sequence[Record], *, samples: int, seed: int) -> dict[str, Any]:
@@ -398,6 +472,8 @@ def summarise(records: Sequence[Record], *, samples: int, seed: int) -> dict[str
   - acceptance_by_slot: of all rounds, the share whose slots 1..k were all accepted, after the cut.
   - slot_accuracy: of the rounds whose slot k lies inside the answer, the share whose draft there
     equals the token finally output, whatever came before.
+  - accepted_distribution: of all rounds, the share that accepted 0, 1, .. K-1 drafts, after the cut.
+  - chain_breaker: the mean slot of the first wrong draft, of the rounds that have one before their end; None without.
   - waste (arXiv 2606.11552, Table 1): a slot inside the answer is correct if its draft equals the
     token finally output there; the bonus token's slot counts as correct. Of all correct slots, the
     share behind a wrong draft, and so thrown away: wasted / (gained + wasted), pooled over rounds.
@@ -410,15 +486,17 @@ def summarise(records: Sequence[Record], *, samples: int, seed: int) -> dict[str
   Returns:
     num_prompts, new_tokens (those of the rounds, without the prefill's), rounds, identical_prompts,
     block_size, ended_share, waste, accepted_length {micro, micro_interval, macro, macro_interval},
-    acceptance_by_slot [S], slot_accuracy [S].
+    acceptance_by_slot [S], accepted_distribution [S+1], chain_breaker, slot_accuracy [S].
   """
   accepted = np.concatenate([record.accepted_R for record in records])
+  bonus = np.concatenate([record.gained_R for record in records]) > accepted  # Not cut before it.
   num_slots = len(records[0].correct_S)
   correct_S = sum(record.correct_S for record in records)
   inside_S = sum(record.inside_S for record in records)
   gained = sum(record.gained for record in records)
   wasted = sum(record.wasted for record in records)
-  reached_S = (accepted[:, None] >= np.arange(1, num_slots + 1)).sum(0)
+  share_S1 = np.bincount(accepted, minlength=num_slots + 1) / max(len(accepted), 1)
+  broken = accepted[bonus & (accepted < num_slots)]
   return {
       'num_prompts': len(records),
       'new_tokens': gained,
@@ -428,18 +506,25 @@ def summarise(records: Sequence[Record], *, samples: int, seed: int) -> dict[str
       'ended_share': sum(record.ended for record in records) / len(records),
       'waste': wasted / max(gained + wasted, 1),
       'accepted_length': accepted_length(sums(records), samples=samples, seed=seed),
-      'acceptance_by_slot': (reached_S / max(len(accepted), 1)).tolist(),
+      'acceptance_by_slot': share_S1[::-1].cumsum()[::-1][1:].tolist(),
+      'accepted_distribution': share_S1.tolist(),
+      'chain_breaker': float(broken.mean() + 1) if len(broken) else None,
       'slot_accuracy': (correct_S / np.maximum(inside_S, 1)).tolist(),
   }
 
 
 def sums(records: Sequence[Record]) -> np.ndarray:
-  """`[2, N]`: tokens gained and rounds of each prompt."""
-  return np.array([(record.gained, record.rounds) for record in records], np.float64).reshape(-1, 2).T
+  """`[2, N]`: tokens gained and rounds of each question, all its turns and samples together."""
+  found: dict[int, list[int]] = {}
+  for record in records:
+    of_question = found.setdefault(record.question, [0, 0])
+    of_question[0] += record.gained
+    of_question[1] += record.rounds
+  return np.array([found[question] for question in sorted(found)], np.float64).reshape(-1, 2).T
 
 
 def accepted_length(sums_2xN: np.ndarray, *, samples: int, seed: int) -> dict[str, Any]:
-  """{micro, micro_interval, macro, macro_interval} of N prompts' `sums`, see `summarise`."""
+  """{micro, micro_interval, macro, macro_interval} of N questions' `sums`, see `summarise`."""
   drafted = sums_2xN[:, sums_2xN[1] > 0]
   micro, micro_interval = _bootstrap(_micro, drafted, samples, seed)
   macro, macro_interval = _bootstrap(_macro, drafted, samples, seed)
@@ -464,7 +549,8 @@ def gain(
   Raises:
     UserError: if the prompts differ.
   """
-  if [record.prompt for record in records] != [record.prompt for record in baseline]:
+  prompts = lambda records: {(record.question, record.prompt) for record in records}
+  if prompts(records) != prompts(baseline):
     raise UserError('a gain needs the same prompts in the same order: evaluate both on one set')
   return gain_of_sums(sums(records), sums(baseline), samples=samples, seed=seed)
 
@@ -472,11 +558,43 @@ def gain(
 def gain_of_sums(
     sums_2xN: np.ndarray, baseline_2xN: np.ndarray, *, samples: int, seed: int
 ) -> dict[str, Any]:
-  """`gain` of the `sums` of the same N prompts in the same order."""
-  both = (sums_2xN[1] > 0) & (baseline_2xN[1] > 0)
-  columns = np.concatenate([sums_2xN[:, both], baseline_2xN[:, both]])
-  ratio, interval = _bootstrap(lambda c: _micro(c[:2]) / _micro(c[2:]) - 1, columns, samples, seed)
+  """`gain` of the `sums` of the same N questions in the same order."""
+  ratio, interval = _bootstrap(_ratio, _paired(sums_2xN, baseline_2xN), samples, seed)
   return {'micro': ratio, 'interval': interval}
+
+
+def mean_of_sets(
+    sets: Mapping[str, np.ndarray], baseline: Mapping[str, np.ndarray] | None, *, samples: int, seed: int
+) -> dict[str, Any]:
+  """The mean of several sets' micro accepted lengths, each set counting alike, as in the tables of arXiv 2606.11552.
+
+  Args:
+    sets: `sums` by set; each holds a round or more.
+    baseline: those of the drafter to compare with, on the same questions in the same order; None without.
+    samples: bootstrap resamples; questions are drawn within each set.
+    seed: of the resampling.
+
+  Returns:
+    {mean, interval, gain: {micro, interval} or None}; gain is that of the means.
+  """
+  rng = np.random.default_rng(seed)
+  columns = [_paired(ours, baseline[name] if baseline else ours) for name, ours in sets.items()]
+  drawn = [c[:, rng.integers(0, c.shape[1], (samples, c.shape[1]))] for c in columns]
+  ours = lambda of: np.mean([_micro(c[:2]) for c in of], axis=0)
+  ratio = lambda of: ours(of) / np.mean([_micro(c[2:]) for c in of], axis=0) - 1
+  interval = lambda values: np.percentile(values, [2.5, 97.5]).tolist()
+  gain = {'micro': float(ratio(columns)), 'interval': interval(ratio(drawn))} if baseline else None
+  return {'mean': float(ours(columns)), 'interval': interval(ours(drawn)), 'gain': gain}
+
+
+def _paired(sums_2xN: np.ndarray, baseline_2xN: np.ndarray) -> np.ndarray:
+  """`[4, M]`: both sums of the questions in which both have rounds."""
+  both = (sums_2xN[1] > 0) & (baseline_2xN[1] > 0)
+  return np.concatenate([sums_2xN[:, both], baseline_2xN[:, both]])
+
+
+def _ratio(columns_4xN: np.ndarray) -> np.ndarray:
+  return _micro(columns_4xN[:2]) / _micro(columns_4xN[2:]) - 1
 
 
 def result(
@@ -489,6 +607,7 @@ def result(
       'batch_size': evaluation.batch_size,
       'speculative_tokens_per_second': evaluation.tokens_per_second,
       'autoregressive_tokens_per_second': plain_tokens_per_second,
+      'sums': sums(evaluation.records).astype(int).tolist(),
       'gain': None,
   }
 

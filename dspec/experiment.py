@@ -1,8 +1,9 @@
 """One experiment from an empty folder to its report: target, data, training of each arm, decoding, tables and plots."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 import contextlib
 import dataclasses
+import hashlib
 import itertools
 import json
 import os
@@ -14,10 +15,10 @@ import sys
 import time
 from typing import Any
 
-from absl import logging
 import jax
 import jax.numpy as jnp
 import ml_collections
+import numpy as np
 
 from dspec import config as config_lib
 from dspec import evaluate
@@ -29,8 +30,10 @@ from dspec import sharding
 from dspec import train
 from dspec.checkpoints import targets
 from dspec.data import dataset as dataset_lib
-from dspec.data import prompts as prompts_lib
+from dspec.data import evaluation_sets
+from dspec.data.evaluation_sets import PromptSet
 from dspec.decoding import costs as costs_lib
+from dspec.decoding import sampling
 from dspec.decoding import speculative
 from dspec.errors import UserError
 from dspec.models import drafter as drafter_lib
@@ -38,8 +41,8 @@ from dspec.models import target as target_lib
 
 # Options that a finished or interrupted run may change: they touch nothing that it has made.
 _FREE = (
-    'evaluate.', 'generate.', 'mechanisms.', 'mesh.', 'cache_dir', 'data.generation_batch_size', 'train.log_every',
-    'train.checkpoint_every', 'train.remat',
+    'evaluate.', 'generate.', 'mechanisms.', 'mesh.', 'cache_dir', 'data.generation_batch_size', 'data.prompts_dir',
+    'train.log_every', 'train.checkpoint_every', 'train.remat',
 )
 
 
@@ -74,7 +77,8 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
   cache_dir = config_lib.cache_dir(config)
   multihost.check_shared('--workdir', workdir)
   multihost.check_shared('--config.cache_dir', cache_dir)
-  humaneval = prompts_lib.humaneval() if 'humaneval' in config.evaluate.sets else []
+  with multihost.first_goes_first('the benchmarks'):
+    benchmarks = evaluation_sets.load_benchmarks(config, cache_dir / 'tfds')
   with stage('target'):
     with multihost.first_goes_first('the target'):
       path = targets.locate(config, cache_dir)
@@ -105,20 +109,20 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
   # ---- Evaluation: in float32, if nothing else is said, for there exactness is promised -----------
   with stage('evaluation'):
     e = config.evaluate
-    sets = prompt_sets(config, data, humaneval, tokenizer, target_config)
+    sets = evaluation_sets.make(config, data, benchmarks, tokenizer, target_config)
     sizes = {name: e.block_size or arm.drafter.block_size for name, arm, *_ in trained}
     evaluations = evaluate_arms(
-        config, target_config, params, trained, sets, dtype=jnp.dtype(e.dtype), batch_size=e.batch_size,
-        block_sizes=sizes,
+        config, workdir, fingerprint, target_config, params, trained, sets, dtype=jnp.dtype(e.dtype),
+        batch_size=e.batch_size, block_sizes=sizes,
     )
     # One user waits for one answer: the speed that accepted length is for, above all where compute is scarce.
-    alone = {name: prompts[: e.latency_prompts] for name, prompts in sets.items() if e.latency_prompts}
+    alone = {name: prompts.first(e.latency_prompts) for name, prompts in sets.items() if e.latency_prompts}
     sizes, costs_of_arms = latency_block_sizes(
         config, fingerprint, target_config, params, trained, evaluations if alone else {}
     )
     latencies = evaluate_arms(
-        config, target_config, params, trained, alone, dtype=jnp.dtype(e.latency_dtype), batch_size=1,
-        block_sizes=sizes, trees=(0, *e.latency_trees),
+        config, workdir, fingerprint, target_config, params, trained, alone, dtype=jnp.dtype(e.latency_dtype),
+        batch_size=1, block_sizes=sizes, trees=(0, *e.latency_trees),
     )
 
   with stage('mechanisms'):
@@ -133,10 +137,13 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
       'target': {
           'name': path.name if not config.target.path.startswith('hub:') else config.target.path,
           'sha256': fingerprint,
+          'published': next((key for key, of in config_lib.TARGETS.items() if of.path == config.target.path), ''),
           'parameters': sum(x.size for x in jax.tree.leaves(params)),
           **dataclasses.asdict(target_config),
       },
       'data': data.stats,
+      'sets': {name: dict(prompts.source) for name, prompts in sets.items()},
+      'missing_sets': [name for name in e.sets if name not in sets],
       'machine': machine(config),
       'costs': costs_of_arms,
       'mechanisms': mechanisms.summarise(study, samples=config.evaluate.bootstrap_samples, seed=config.seed),
@@ -148,6 +155,7 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
               'train': {k: v for k, v in summary.items() if k != 'curve'},
               'curve': summary['curve'],
               'sets': evaluations[name],
+              'mean': mean_of_benchmarks(config, evaluations, name),
               'latency': latencies[name],
           }
           for name, arm, _, summary in trained
@@ -189,42 +197,23 @@ def check_workdir(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> N
     )
 
 
-def prompt_sets(config, data, humaneval, tokenizer, target_config) -> dict[str, list[list[int]]]:
-  """Token ids of each evaluation set's prompts, the first `config.evaluate.num_prompts` of it."""
-  e = config.evaluate
-  block = max(e.block_size or config.drafter.block_size, e.latency_block_size)
-  sources = {
-      'held_out': lambda: list(data.held_out),
-      'humaneval': lambda: [
-          tokenizer.render_prompt([{'role': 'user', 'content': prompt}]) for prompt in humaneval
-      ],
-  }
-  sets = {}
-  for name in e.sets:
-    prompts = sources[name]()
-    fitting = evaluate.fitting(
-        prompts, target_config, max_new_tokens=e.max_new_tokens, block_size=block
-    )
-    if len(fitting) < len(prompts):
-      logging.warning('%s: %d prompts do not fit the context', name, len(prompts) - len(fitting))
-    sets[name] = fitting[: e.num_prompts]
-  return sets
-
-
 def evaluate_arms(
-    config, target_config, params, trained, sets, *, dtype, batch_size: int, block_sizes: dict[str, int],
-    trees: Sequence[int] = (0,)
+    config, workdir: pathlib.Path, fingerprint: str, target_config, params, trained, sets: Mapping[str, PromptSet], *,
+    dtype, batch_size: int, block_sizes: Mapping[str, int], trees: Sequence[int] = (0,)
 ) -> dict[str, dict[str, Any]]:
   """{arm: {set: measures}}; plain decoding is run once a set, and every arm is compared with the first.
 
-  With draft trees, keys read `SET, tree of N`.
+  With draft trees, keys read `SET, tree of N`. What was decoded is kept in the workdir, prompt by prompt, and not
+  decoded again.
 
   Args:
     config: the whole config.
+    workdir: of `evaluation/`.
+    fingerprint: of the target.
     target_config: the target's.
     params: the target's parameters, as they are held.
     trained: (name, config, drafter parameters, summary) of each arm.
-    sets: prompts of each set, see `prompt_sets`.
+    sets: prompts of each set, see `dspec.data.evaluation_sets`.
     dtype: of the matrix products.
     batch_size: prompts decoded at once.
     block_sizes: of decoding, by arm.
@@ -236,19 +225,30 @@ def evaluate_arms(
   target = target_lib.Target(target_config, dtype)
   held_params, params = params, target_lib.cast(params, dtype)
   options = {
-      'batch_size': min(batch_size, max(map(len, sets.values()))),
-      'prompt_width': max(map(evaluate.prompt_width, sets.values())),
+      'batch_size': min(batch_size, max(len(prompts.ids) * e.samples for prompts in sets.values())),
       'max_new_tokens': e.max_new_tokens,
+      'how': sampling.Sampling(e.temperature), 'key': jax.random.key(config.seed),
   }
   bootstrap = {'samples': e.bootstrap_samples, 'seed': config.seed}
-  references = _references(target, params, sets, options)
+
+  def path(name: str, prompts: PromptSet, dtype, **what) -> pathlib.Path:
+    """A file that holds what this was said to, with these parameters, and nothing else."""
+    told = [
+        fingerprint, prompts.ids, jnp.dtype(dtype).name, options['batch_size'], e.max_new_tokens, e.samples,
+        e.temperature, config.seed if e.temperature else 0, what]
+    name = name.replace(', ', '-').replace(' ', '_')
+    return workdir / 'evaluation' / f'{name}-{_hash(json.dumps(told).encode())}.jsonl'
+
+  references = _references(e, target, params, sets, options, path)
   speeds = {name: reference.tokens_per_second for name, reference in references.items()}
   if dtype.name != config.target.dtype:
     # Plain decoding may be faster as the target is held, and no drafter should be praised for a slow rival.
-    others = _references(target_lib.Target(target_config, jnp.dtype(config.target.dtype)), held_params, sets, options)
+    held = target_lib.Target(target_config, jnp.dtype(config.target.dtype))
+    others = _references(e, held, held_params, sets, options, path)
     speeds = {name: max(speed, others[name].tokens_per_second) for name, speed in speeds.items()}
   measures, first, compiled = {}, {}, {}
   for arm_name, arm, arm_params, _ in trained:
+    drafter_hash = _hash(*(np.asarray(x).tobytes() for x in jax.tree.leaves(arm_params)))
     arm_params = target_lib.cast(arm_params, dtype)
     shape = train.make_drafter_config(arm, target_config)
     shape = dataclasses.replace(shape, block_size=block_sizes[arm_name])
@@ -261,7 +261,8 @@ def evaluate_arms(
             drafting=speculative.Drafting(tree_size=size), **options
         )
       evaluation = evaluate.decode_speculatively(
-          compiled[shape, size], arm_params, reference, f'speculative, {arm_name}, {name}'
+          compiled[shape, size], arm_params, reference, f'speculative, {arm_name}, {name}',
+          path=path(f'{arm_name}, {name}', sets[set_name], dtype, drafter=drafter_hash, shape=repr(shape), tree=size),
       )
       result = evaluate.result(evaluation, speeds[set_name], **bootstrap)
       if name in first:
@@ -271,14 +272,43 @@ def evaluate_arms(
         }
       else:
         first[name] = evaluation
-      measures[arm_name][name] = {**result, 'tree_size': size}
+      measures[arm_name][name] = {
+          **result, 'tree_size': size, 'prompts': _hash(json.dumps(reference.prompts).encode())}
   return measures
 
 
-def _references(target, params, sets, options) -> dict[str, evaluate.Reference]:
+def _references(e, target, params, sets: Mapping[str, PromptSet], options, path) -> dict[str, evaluate.Reference]:
   plain = evaluate.compile_autoregressive(target, params, **options)
-  label = f'autoregressive, {jnp.dtype(target.dtype).name}'
-  return {name: evaluate.decode_reference(plain, prompts, f'{label}, {name}') for name, prompts in sets.items()}
+  dtype = jnp.dtype(target.dtype).name
+  references = {}
+  for name, prompts in sets.items():
+    # Samples of a question stand together; their seeds are their places.
+    ids = [ids for ids in prompts.ids for _ in range(e.samples)]
+    follow_up = prompts.follow_up and (lambda i, answers, of=prompts.follow_up: of(i // e.samples, answers))
+    references[name] = evaluate.decode_reference(
+        plain, ids, f'autoregressive, {dtype}, {name}', questions=[i // e.samples for i in range(len(ids))],
+        follow_up=follow_up, path=path(f'plain, {name}', prompts, dtype))
+  return references
+
+
+def _hash(*parts: bytes) -> str:
+  digest = hashlib.sha256()
+  for part in parts:
+    digest.update(part)
+  return digest.hexdigest()[:16]
+
+
+def mean_of_benchmarks(config, evaluations: Mapping[str, Mapping[str, Any]], arm: str) -> dict[str, Any] | None:
+  """`evaluate.mean_of_sets` of an arm over its benchmarks; None where they are fewer than two."""
+  e = config.evaluate
+  benchmarks = [key for key in evaluations[arm] if key not in evaluation_sets.OF_DATA]
+  if len(benchmarks) < 2:
+    return None
+  sums = lambda name: {key: np.array(evaluations[name][key]['sums'], np.float64) for key in benchmarks}
+  first = next(iter(evaluations))
+  baseline = None if arm == first else sums(first)
+  found = evaluate.mean_of_sets(sums(arm), baseline, samples=e.bootstrap_samples, seed=config.seed)
+  return found if baseline is None else {**found, 'gain': {'over': first, **found['gain']}}
 
 
 def costs(

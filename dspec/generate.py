@@ -119,10 +119,12 @@ class Speaker:
     """
     out = out or sys.stdout
     prompt = self._tokenizer.render_prompt(messages)
-    evaluate.fitting(
-        [prompt], self._target.config, max_new_tokens=self._max_new_tokens, block_size=self._drafter.config.block_size
-    )
-    width = evaluate.prompt_width([prompt])
+    room = self._target.config.max_length - self._max_new_tokens - self._drafter.config.block_size
+    if len(prompt) > room:
+      raise UserError(
+          f'the conversation has {len(prompt)} tokens; the context of {self._target.config.max_length} leaves {room}: '
+          'lower --config.generate.max_new_tokens, or begin anew')
+    width = evaluate.prompt_width(len(prompt), room)
     start, advance, plain = self._programs(width)
     prompts_BxP = np.zeros((1, width), np.int32)
     prompts_BxP[0, : len(prompt)] = prompt
@@ -139,7 +141,7 @@ class Speaker:
     seconds = time.perf_counter() - begin
 
     begin = time.perf_counter()
-    rows = jax.block_until_ready(plain(prompts_BxP, lengths_B))
+    rows = jax.block_until_ready(plain(prompts_BxP, lengths_B, np.zeros(1, np.uint32)))
     plain_seconds = time.perf_counter() - begin
     tokens = np.asarray(state.rows.tokens_BxT)[0, len(prompt) : int(state.rows.lengths_B[0])]
     reference = np.asarray(rows.tokens_BxT)[0, len(prompt) : int(rows.lengths_B[0])]
@@ -173,10 +175,10 @@ class Speaker:
       ).lower(*args, jax.tree.map(
           lambda x, where: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), shapes, start.output_shardings))
       plain = evaluate.compile_autoregressive(
-          self._target, self._target_params, batch_size=1, prompt_width=width, max_new_tokens=self._max_new_tokens,
-          how=self._how, key=self._key,
+          self._target, self._target_params, batch_size=1, max_new_tokens=self._max_new_tokens, how=self._how,
+          key=self._key,
       )
-      self._compiled[width] = start, advance.compile(), plain.run
+      self._compiled[width] = start, advance.compile(), plain.compile(width)
     return self._compiled[width]
 
 

@@ -15,3 +15,10 @@ def read_whole(path: pathlib.Path) -> list[dict[str, Any]]:
   if len(whole) < len(lines):
     path.write_text(''.join(whole))
   return [json.loads(line) for line in whole]
+
+
+def append(path: pathlib.Path, *records: dict[str, Any]) -> None:
+  """Adds records to a file, which is made, with its folder, when it is not there."""
+  path.parent.mkdir(parents=True, exist_ok=True)
+  with path.open('a') as file:
+    file.write(''.join(json.dumps(record) + '\n' for record in records))

@@ -4,11 +4,13 @@
 
 Another budget by `--config=experiments/chain_loss.py:smoke` (or `:long`), another folder by
 `--workdir=...`, any option by `--config.a.b=value`. A trained drafter answers by `--mode=generate`, and is written for
-serving engines by `--mode=export --format=dflash --out=FOLDER`.
+serving engines by `--mode=export --format=dflash --out=FOLDER`. Finished runs are put side by side by
+`--mode=compare --runs=FOLDER,FOLDER --out=FOLDER`, without a `--config`.
 """
 
 import logging as python_logging
 import pathlib
+import re
 import shlex
 import sys
 from typing import Sequence
@@ -30,20 +32,22 @@ _WORKDIR = flags.DEFINE_string(
 
 
 _MODE = flags.DEFINE_enum(
-    'mode', 'train', ['train', 'generate', 'export'],
-    'Train, evaluate and report; or answer prompts with what was trained; or write it for serving engines.')
+    'mode', 'train', ['train', 'generate', 'export', 'compare'],
+    'Train, evaluate and report; or answer prompts with what was trained; or write it for serving engines; or compare '
+    'finished runs.')
 _PROMPT = flags.DEFINE_string('prompt', '', 'Of --mode=generate; without it, and without a file, a chat.')
 _PROMPTS_FILE = flags.DEFINE_string('prompts_file', '', 'Of --mode=generate: JSON lines of {"prompt": ...}.')
 _FORMAT = flags.DEFINE_enum(
     'format', 'dflash', ['dflash', 'speculators'], 'Of --mode=export: for vLLM and SGLang; or for vLLM, with the draft '
     'vocabulary.')
 _MULTIHOST = flags.DEFINE_bool(
-    'multihost', False, 'Of --mode=train: this is one of several processes of one run. TPU, Slurm and GKE tell where the '
-    'others are; elsewhere the next three do.')
+    'multihost', False, 'Of --mode=train: this is one of several processes of one run. TPU, Slurm and GKE tell where '
+    'the others are; elsewhere the next three do.')
 _COORDINATOR = flags.DEFINE_string('coordinator', '', 'Of --multihost: HOST:PORT of process 0.')
 _NUM_PROCESSES = flags.DEFINE_integer('num_processes', None, 'Of --multihost: how many there are.')
 _PROCESS_ID = flags.DEFINE_integer('process_id', None, 'Of --multihost: which this is, from 0.')
-_OUT = flags.DEFINE_string('out', '', 'Of --mode=export: a new or empty folder.')
+_OUT = flags.DEFINE_string('out', '', 'Of --mode=export: a new or empty folder. Of --mode=compare: a folder.')
+_RUNS = flags.DEFINE_list('runs', [], 'Of --mode=compare: folders of finished runs.')
 
 
 def fail(error: Exception) -> None:
@@ -56,7 +60,7 @@ def parse_flags(argv: Sequence[str]) -> list[str]:
   """`flags.FLAGS(argv)`, but a wrong word ends in one line that says what is wrong with it."""
   try:
     words = flags.FLAGS.read_flags_from_files(argv[1:], force_gnu=False)
-    if not any(word.lstrip('-').startswith('help') for word in words):
+    if not any(re.match(r'--?(help|mode=compare$)', word) for word in words):
       config_lib.check_command_line(words)
     left = flags.FLAGS(argv)
     if left[1:]:
@@ -95,11 +99,15 @@ def check_multihost() -> None:
 def main(argv: Sequence[str]) -> None:
   del argv
   set_up_logging()
-  config = _CONFIG.value
-  workdir = _WORKDIR.value or default_workdir()
   try:
-    config_lib.validate(config)
     check_multihost()
+    if _MODE.value == 'compare':
+      from dspec import compare
+      compare.run(_RUNS.value, _OUT.value)
+      return
+    config = _CONFIG.value
+    workdir = _WORKDIR.value or default_workdir()
+    config_lib.validate(config)
     jax.config.update('jax_compilation_cache_dir', str(config_lib.cache_dir(config) / 'xla'))
     jax.config.update('jax_persistent_cache_min_compile_time_secs', 1.0)
     # Late: they load everything, and a wrong option is answered first.
@@ -121,7 +129,7 @@ def main(argv: Sequence[str]) -> None:
   except UserError as error:
     fail(error)
   except KeyboardInterrupt:
-    if _MODE.value != 'train':
+    if _MODE.value != 'train' or jax.process_index():
       sys.exit(130)
     print('\nStopped. The same command resumes from the last checkpoint:\n  python -m dspec.main '
           + shlex.join(sys.argv[1:]), file=sys.stderr)

@@ -21,6 +21,7 @@ from dspec import json_lines
 from dspec import multihost
 from dspec import sharding
 from dspec import train
+from dspec.data import evaluation_sets
 from dspec.decoding import sampling
 from dspec.decoding import speculative
 from dspec.errors import UserError
@@ -79,7 +80,7 @@ def check(config: ml_collections.ConfigDict) -> None:
 
 def run(
     config: ml_collections.ConfigDict, workdir: pathlib.Path, target_config: target_lib.TargetConfig, params: Any,
-    trained: Sequence[tuple], sets: dict[str, list[list[int]]],
+    trained: Sequence[tuple], sets: Mapping[str, evaluation_sets.PromptSet],
 ) -> list[dict[str, Any]]:
   """Decodes what `config.mechanisms` asks for, but for what the workdir already has.
 
@@ -89,7 +90,7 @@ def run(
     target_config: the target's.
     params: the target's parameters, float32.
     trained: (name, config, drafter parameters, summary) of each arm.
-    sets: token ids of each set's prompts.
+    sets: of prompts; of conversations the first turns.
 
   Returns:
     A result for each arm, mechanism, temperature, batch size and set: the setting's names and values, and
@@ -100,13 +101,12 @@ def run(
   path = workdir / 'mechanisms.jsonl'
   done = {_setting(line): line for line in multihost.from_first(lambda: json_lines.read_whole(path))}
   target, params = target_lib.Target(target_config), sharding.put(params)
-  sets = {name: sets[name][: m.num_prompts] for name in m.sets}
+  sets = {name: sets[name].first(m.num_prompts).ids for name in m.sets}
   results = []
   for temperature in m.temperatures:
     for batch_size in m.batch_sizes:
       options = {
-          'batch_size': batch_size, 'prompt_width': max(map(evaluate.prompt_width, sets.values())),
-          'max_new_tokens': m.max_new_tokens, 'how': sampling.Sampling(temperature),
+          'batch_size': batch_size, 'max_new_tokens': m.max_new_tokens, 'how': sampling.Sampling(temperature),
           'key': jax.random.key(config.seed),
       }
       references = None
@@ -132,8 +132,7 @@ def run(
               measured = _measure(compiled[drafter], arm_params, references[set_name], name)
               done[_setting(setting)] = {**setting, **measured}
               if multihost.is_first():
-                with path.open('a') as file:
-                  file.write(json.dumps(done[_setting(setting)]) + '\n')
+                json_lines.append(path, done[_setting(setting)])
             results.append(done[_setting(setting)])
   logging.info('mechanisms: %d results in %s', len(results), path)
   return results

@@ -26,10 +26,5 @@ def get_config(budget: str = '') -> ml_collections.ConfigDict:
   config.loss.chain = 40.0
   if not budget:
     config.evaluate.update(num_prompts=40, batch_size=40)  # All that are held out, for narrower intervals.
-  config.arms = (
-      ('uniform', {'loss.gamma': None, 'loss.first_error': 0.0, 'loss.chain': 0.0}),
-      ('weighting', {'loss.first_error': 0.0, 'loss.chain': 0.0}),
-      ('first_error', {'loss.chain': 0.0}),
-      ('chain', {}),
-  )
+  config.arms = tuple(config_lib.TERMS.items())
   return config

@@ -32,10 +32,7 @@ def get_config(budget: str = '') -> ml_collections.ConfigDict:
   config.loss.gamma = 10.0
   config.loss.first_error = 0.3
   config.loss.chain = 40.0
-  config.arms = (
-      ('uniform', {'loss.gamma': None, 'loss.first_error': 0.0, 'loss.chain': 0.0}),
-      ('chain', {}),
-  )
+  config.arms = tuple((name, config_lib.TERMS[name]) for name in ('uniform', 'chain'))
   config.mechanisms.of = (
       ('plain', {}),
       ('rejection', {'drafter_temperature': 1.0}),

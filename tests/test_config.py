@@ -82,6 +82,46 @@ def test_ablation_arms_equal_the_single_experiments():
     assert arm.loss.to_dict() == config_lib.load(f'{EXPERIMENTS / single}.py').loss.to_dict()
 
 
+TABLES = sorted((EXPERIMENTS / 'paper').glob('table?.py'))
+
+
+@pytest.mark.parametrize('path', TABLES, ids=lambda path: path.stem)
+def test_tables_of_the_paper(path, tmp_path):
+  assert len(TABLES) == 8
+  drafter = tmp_path / 'config.json'
+  drafter.write_text('{}')
+  for budget in ('', 'embedded', 'smoke'):
+    config = config_lib.load(f'{path}:{budget}' if budget else str(path)).unlock()
+    if path.stem == 'table8':
+      assert config.drafter.init == 'runs/streak_distilled'
+      config.drafter.init = str(tmp_path)
+    config_lib.validate(config)
+    assert len(config.arms) >= 2 and dict(config.arms)['chain'] == {}
+    assert (config.loss.gamma, config.loss.first_error, config.loss.chain) == (10, 0.3, 40)
+    if budget == 'embedded':
+      assert config.evaluate.num_prompts >= 32 and config.evaluate.max_new_tokens == 128 and not config.target.path
+    if not budget:
+      assert config.target.path.startswith('hub:') and config.train.anchors == 512
+    if budget != 'smoke' and path.stem != 'table6':
+      assert config.evaluate.sets == ('held_out', *config_lib.BENCHMARKS)
+
+
+def test_variants_of_tables():
+  load = lambda name: config_lib.load(f'{EXPERIMENTS}/paper/{name}')
+  for target in ('llama3_2_3b', 'qwen3_4b', 'qwen3_8b'):
+    assert load(f'table3.py:{target}').target.path == config_lib.TARGETS[target].path
+  for budget, responses in (
+      ('', 'regenerated'), (':regenerated', 'regenerated'), (':as_written', 'as_written'),
+      (':embedded_as_written', 'as_written'), (':embedded_regenerated', 'regenerated')):
+    assert load(f'table5.py{budget}').data.responses == responses
+  assert len(load('table2.py').arms) == len(load('table2.py:embedded_sweep').arms) == 15  # All its rows.
+  distil = load('table8.py:embedded_distil')
+  assert (distil.loss.gamma, distil.loss.first_error, distil.loss.chain) == (None, 0, 40)
+  assert distil.drafter.window == distil.drafter.vocab_size == 0 and not distil.drafter.init
+  with pytest.raises(UserError, match="unknown budget 'embeded'.*did you mean embedded"):
+    load('table2.py:embeded')
+
+
 def test_budgets_grow():
   smoke, main, long = (config_lib.default(budget) for budget in ('smoke', '', 'long'))
   for key in ('data.num_prompts', 'train.steps', 'evaluate.num_prompts'):
@@ -144,6 +184,9 @@ def test_unknown_budget_names_the_nearest():
     ('train.log_every', 0, 'at least 1'),
     ('evaluate.sets', ('heldout',), "unknown set 'heldout'; did you mean held_out?"),
     ('evaluate.sets', ('humaneval', 'humaneval'), 'twice'),
+    ('evaluate.prompt_seed', -1, 'must be at least 0'),
+    ('evaluate.samples', 2, 'at evaluate.temperature=0 every sample is the same'),
+    ('data.prompts_dir', '/no/such/folder', 'no such folder'),
     ('evaluate.num_prompts', 0, 'at least 1'),
     ('evaluate.max_new_tokens', 0, 'at least 1'),
     ('evaluate.batch_size', 0, 'at least 1'),
@@ -171,7 +214,7 @@ def test_each_bad_value_is_named_alone(key, value, text):
 
 def test_every_leaf_is_checked_for_its_type():
   for key in config_lib.flatten(config_lib.default()):
-    if key == 'loss.gamma':
+    if key in ('loss.gamma', 'evaluate.prompt_seed'):  # None is a value of theirs.
       continue
     config = config_lib.apply_overrides(config_lib.default(), {key: None})
     assert _problems(config)[0].startswith(f'--config.{key}=None: must be a')

@@ -1,5 +1,6 @@
 """Measures by hand on small traces, intervals against scipy, and a tiny model decoded for real."""
 
+import dataclasses
 import functools
 import json
 
@@ -44,10 +45,9 @@ def _stack(items):
   return jax.tree.map(lambda *leaves: np.concatenate(leaves), *items)
 
 
-def _measure(prompt, answer, rounds, reference=None):
+def _measure(prompt, answer, rounds, reference=None, question=0):
   reference = np.array(answer if reference is None else reference, np.int32)
-  (record,) = evaluate.measure(*_traced(prompt, answer, rounds), [prompt], [reference], (EOS,))
-  return record
+  return evaluate.measure(*_traced(prompt, answer, rounds), 0, prompt, question, reference, (EOS,))
 
 
 # The prefill gives 1. Round 1: slot 2 of 3 wrong, slot 3 right but lost. Round 2: all right.
@@ -97,16 +97,23 @@ def test_not_identical(reference):
   assert not _measure(*ENDED, reference).identical
 
 
-def test_rows_beyond_the_prompts_are_padding():
+def test_record_of_one_row_of_several():
   rows, trace = _stack([_traced(*LIMITED), _traced(*ENDED), _traced(*LIMITED)])
-  prompts, references = [LIMITED[0], ENDED[0]], [np.array(LIMITED[1]), np.array(ENDED[1])]
-  records = evaluate.measure(rows, trace, prompts, references, (EOS,))
-  assert [record.prompt for record in records] == [(6,), (5, 5)]
-  assert [record.gained_R.tolist() for record in records] == [[1, 1, 3, 1], [2, 4, 2]]
+  record = evaluate.measure(rows, trace, 1, ENDED[0], 4, np.array(ENDED[1]), (EOS,))
+  assert (record.prompt, record.question, record.identical) == ((5, 5), 4, True)
+  assert record.gained_R.tolist() == [2, 4, 2]
+
+
+def test_record_as_json():
+  for case in (ENDED, LIMITED, SILENT):
+    record = _measure(*case, question=3)
+    again = evaluate.Record.from_json(record.prompt, 3, json.loads(json.dumps(record.to_json())))
+    for field in dataclasses.fields(record):
+      np.testing.assert_array_equal(getattr(again, field.name), getattr(record, field.name))
 
 
 def test_summary_by_hand():
-  records = [_measure(*case) for case in (ENDED, LIMITED, SILENT)]
+  records = [_measure(*case, question=i) for i, case in enumerate((ENDED, LIMITED, SILENT))]
   summary = evaluate.summarise(records, samples=50, seed=0)
   length = summary.pop('accepted_length')
   assert length['micro'] == pytest.approx((8 + 6) / (3 + 4))
@@ -115,6 +122,10 @@ def test_summary_by_hand():
     low, high = length[f'{name}_interval']
     assert 6 / 4 <= low <= length[name] <= high <= 8 / 3
   assert summary.pop('acceptance_by_slot') == pytest.approx([5 / 7, 3 / 7, 1 / 7])
+  # Accepted: 1, 3, 2 (cut) and 0, 0, 2, 1 (cut).
+  assert summary.pop('accepted_distribution') == pytest.approx([2 / 7, 2 / 7, 2 / 7, 1 / 7])
+  # A wrong draft ended the rounds that accepted 1, 0, 0 and 2; the second one was all right.
+  assert summary.pop('chain_breaker') == pytest.approx((2 + 1 + 1 + 3) / 4)
   assert summary.pop('slot_accuracy') == pytest.approx([5 / 7, 3 / 6, 3 / 5])
   assert summary.pop('waste') == pytest.approx(2 / (14 + 2))
   assert summary.pop('ended_share') == pytest.approx(2 / 3)
@@ -129,11 +140,12 @@ def test_no_round_at_all():
       'micro': 0, 'micro_interval': [0, 0], 'macro': 0, 'macro_interval': [0, 0]}
   assert summary['waste'] == summary['rounds'] == 0
   assert summary['slot_accuracy'] == summary['acceptance_by_slot'] == [0, 0, 0]
+  assert summary['chain_breaker'] is None and summary['accepted_distribution'] == [0, 0, 0, 0]
   assert evaluate.gain(records, records, samples=10, seed=0) == {'micro': 0, 'interval': [0, 0]}
 
 
 def test_identical_prompts_are_counted():
-  records = [_measure(*ENDED), _measure(*LIMITED, [1])]
+  records = [_measure(*ENDED), _measure(*LIMITED, [1], question=1)]
   assert evaluate.summarise(records, samples=10, seed=0)['identical_prompts'] == 1
 
 
@@ -148,7 +160,7 @@ def _random_records(count, mean, seed):
     gained = 1 + rng.poisson(mean * (1 + i % 4) / 4, 0 if i % 5 == 2 else 3 + i % 7)
     zeros = np.zeros(15, np.int64)
     records.append(evaluate.Record(
-        (i,), np.array([1]), gained, gained - 1, zeros, zeros, 0, True, False))
+        (i,), i, np.array([1]), gained, gained - 1, zeros, zeros, 0, True, False))
   return records
 
 
@@ -193,17 +205,73 @@ def test_gain_against_scipy():
 def test_gain_is_paired():
   # Each prompt's rounds are twice as good: the gain is sure, however different the prompts.
   worse = _random_records(30, 3.0, seed=8)
-  better = [evaluate.Record(r.prompt, r.tokens, 2 * r.gained_R, r.accepted_R, r.correct_S,
-                            r.inside_S, 0, True, False) for r in worse]
+  better = [dataclasses.replace(r, gained_R=2 * r.gained_R) for r in worse]
   got = evaluate.gain(better, worse, samples=100, seed=0)
   assert got['micro'] == pytest.approx(1) and got['interval'] == pytest.approx([1, 1])
 
 
 def test_gain_needs_the_same_prompts():
   records = _random_records(6, 2.0, seed=9)
-  for other in (records[:5], records[::-1]):
+  swapped = [dataclasses.replace(r, prompt=other.prompt) for r, other in zip(records, records[::-1])]
+  for other in (records[:5], swapped):
     with pytest.raises(UserError, match='same prompts in the same order'):
       evaluate.gain(records, other, samples=10, seed=0)
+
+
+def test_turns_and_samples_of_a_question_are_one_unit():
+  rng = np.random.default_rng(11)
+  gained, rounds = rng.integers(20, 60, (12, 3)), rng.integers(10, 20, (12, 3))
+  zeros = np.zeros(15, np.int64)
+  records = []
+  for turn in range(3):  # As they are decoded: all first turns, then all second ones.
+    for question in range(12):
+      gained_R = np.full(rounds[question, turn], 1)
+      gained_R[0] += gained[question, turn] - gained_R.sum()
+      records.append(evaluate.Record(
+          (question, turn), question, np.array([1]), gained_R, gained_R - 1, zeros, zeros, 0, True, False))
+  assert evaluate.sums(records).tolist() == [gained.sum(1).tolist(), rounds.sum(1).tolist()]
+  length = evaluate.summarise(records, samples=4000, seed=2)['accepted_length']
+  sums = gained.sum(1).astype(float), rounds.sum(1).astype(float)
+  micro = lambda gained, rounds, axis: gained.sum(axis) / rounds.sum(axis)
+  assert length['micro'] == pytest.approx(micro(*sums, axis=0))
+  assert length['macro'] == pytest.approx(np.mean(sums[0] / sums[1]))
+  np.testing.assert_allclose(
+      length['micro_interval'], _scipy_interval(micro, sums, seed=3), atol=0.06 * np.ptp(length['micro_interval']))
+
+
+def test_mean_of_sets_against_scipy():
+  ours = {name: evaluate.sums(_random_records(n, 2.5, seed=n)) for name, n in (('a', 30), ('b', 45))}
+  base = {name: evaluate.sums(_random_records(n, 1.5, seed=n + 1)) for name, n in (('a', 30), ('b', 45))}
+  got = evaluate.mean_of_sets(ours, base, samples=4000, seed=1)
+  micro = lambda sums: sums[0].sum() / sums[1].sum()
+  mean = lambda of: (micro(of['a']) + micro(of['b'])) / 2
+  assert got['mean'] == pytest.approx(mean(ours))
+  assert got['gain']['micro'] == pytest.approx(mean(ours) / mean(base) - 1)
+  # Two samples, resampled independently, are what scipy calls unpaired.
+  kept = {name: np.flatnonzero(sums[1]) for name, sums in ours.items()}
+
+  def statistic(a, b, axis, of):
+    at = lambda name, indices: [of[name][row][kept[name][indices.astype(int)]].sum(axis) for row in (0, 1)]
+    (ga, ra), (gb, rb) = at('a', a), at('b', b)
+    return (ga / ra + gb / rb) / 2
+
+  interval = stats.bootstrap(
+      [np.arange(len(kept['a'])), np.arange(len(kept['b']))], functools.partial(statistic, of=ours), vectorized=True,
+      n_resamples=4000, confidence_level=0.95, method='percentile', rng=np.random.default_rng(5)).confidence_interval
+  np.testing.assert_allclose(got['interval'], interval, atol=0.06 * np.ptp(got['interval']))
+  gain = lambda a, b, axis: statistic(a, b, axis, ours) / statistic(a, b, axis, base) - 1
+  interval = stats.bootstrap(
+      [np.arange(len(kept['a'])), np.arange(len(kept['b']))], gain, vectorized=True,
+      n_resamples=4000, confidence_level=0.95, method='percentile', rng=np.random.default_rng(6)).confidence_interval
+  np.testing.assert_allclose(got['gain']['interval'], interval, atol=0.06 * np.ptp(got['gain']['interval']))
+  assert evaluate.mean_of_sets(ours, None, samples=10, seed=0)['gain'] is None
+
+
+def test_pooled_drafters():
+  a, b = ([_measure(*case, question=i) for i, case in enumerate(cases)] for cases in ((ENDED, LIMITED), (ENDED, SILENT)))
+  pooled = evaluate.pool([evaluate.Evaluation(tuple(records), 2.0, 8, 'float32') for records in (a, b)])
+  assert pooled.seconds == 4 and len(pooled.records) == 4
+  assert evaluate.sums(pooled.records).tolist() == [[16, 6], [6, 4]]
 
 
 def test_seed_decides_the_interval():
@@ -215,48 +283,100 @@ def test_seed_decides_the_interval():
 # ---- Batches -------------------------------------------------------------------------------------
 
 
-def _echo(prompts_BxP, lengths_B, calls):
-  """A decoder's `run` that answers with the prompt's length and the EOS."""
-  calls.append((prompts_BxP.copy(), lengths_B.copy()))
-  b = len(lengths_B)
-  tokens = np.pad(prompts_BxP, ((0, 0), (0, 4)))
-  tokens[np.arange(b), lengths_B] = lengths_B
-  tokens[np.arange(b), lengths_B + 1] = EOS
-  return autoregressive.Rows(
-      tokens, lengths_B + 2, lengths_B + 4, np.ones(b, bool), np.zeros(b, np.uint32))
+def _echo(calls, width):
+  """A decoder's program that answers with the prompt's length, as often as its first token says, and the EOS."""
+
+  def run(prompts_BxP, lengths_B, seeds_B):
+    assert prompts_BxP.shape[1] == width
+    calls.append((prompts_BxP.copy(), lengths_B.copy(), seeds_B.copy()))
+    b = len(lengths_B)
+    tokens = np.pad(prompts_BxP, ((0, 0), (0, 8)))
+    ends = lengths_B + prompts_BxP[:, 0] + 1
+    for row in range(b):
+      tokens[row, lengths_B[row] : ends[row]] = lengths_B[row]
+      tokens[row, ends[row] - 1] = EOS
+    return autoregressive.Rows(tokens, ends, lengths_B + 8, np.ones(b, bool), np.zeros(b, np.uint32))
+
+  return run
+
+
+def _decoder(calls, batch_size=3, limit=1000):
+  return evaluate.Decoder(lambda width: _echo(calls, width), batch_size, limit, (EOS,), 'float32')
 
 
 def test_batches():
   calls = []
-  decoder = evaluate.Decoder(
-      functools.partial(_echo, calls=calls), 3, 8, (EOS,), 'float32', compile_seconds=0.0)
-  prompts = [[1] * n for n in (2, 7, 4, 1, 8, 3, 6)]
-  reference = evaluate.decode_reference(decoder, prompts, 'made up')
-  # Longest first; the last batch is filled with its own row; answers come back in the given order.
-  assert [lengths.tolist() for _, lengths in calls] == [[8, 7, 6], [4, 3, 2], [1, 1, 1]]
-  for batch, lengths in calls:
-    assert batch.shape == (3, 8) and batch.dtype == lengths.dtype == np.int32
-    np.testing.assert_array_equal(batch, np.arange(8) < lengths[:, None])
+  prompts = [[1] * n for n in (2, 7, 4, 1, 300, 3, 6)]
+  reference = evaluate.decode_reference(_decoder(calls), prompts, 'made up')
+  # Longest first; the last batch is filled with its own row; answers come back in the given order. All answers are of
+  # one length, so nothing is decoded again.
+  assert [lengths.tolist() for _, lengths, _ in calls] == [[300, 7, 6], [4, 3, 2], [1, 1, 1]]
+  assert [seeds.tolist() for *_, seeds in calls] == [[4, 1, 6], [2, 5, 0], [3, 3, 3]]
+  for (batch, lengths, _), width in zip(calls, (512, 128, 128)):
+    assert batch.shape == (3, width) and batch.dtype == lengths.dtype == np.int32
+    np.testing.assert_array_equal(batch, np.arange(width) < lengths[:, None])
   assert [tokens.tolist() for tokens in reference.tokens] == [[len(p), EOS] for p in prompts]
-  assert reference.prompts == tuple(map(tuple, prompts))
+  assert reference.prompts == tuple(map(tuple, prompts)) and reference.questions == tuple(range(7))
+  assert reference.batches == ((4, 1, 6), (2, 5, 0), (3,))
   # Padding rows do not count.
   assert reference.tokens_per_second == pytest.approx(14 / reference.seconds)
+
+
+def test_times_are_of_batches_of_like_answers():
+  calls = []
+  prompts = [[answer] * n for answer, n in ((1, 9), (5, 8), (2, 7), (4, 3), (6, 2), (3, 1))]
+  reference = evaluate.decode_reference(_decoder(calls), prompts, 'made up')
+  assert [lengths.tolist() for _, lengths, _ in calls] == [[9, 8, 7], [3, 2, 1], [2, 8, 3], [1, 7, 9]]
+  assert reference.batches == ((4, 1, 3), (5, 2, 0))
+  assert [len(tokens) for tokens in reference.tokens] == [2, 6, 3, 5, 7, 4]
+
+
+def test_conversations():
+  calls = []
+
+  def follow_up(question, answers):
+    assert [len(answer) for answer in answers] == [2] * len(answers)
+    return [1] * (10 * question + len(answers)) if len(answers) <= question else None
+
+  reference = evaluate.decode_reference(_decoder(calls), [[1] * 9, [1] * 5, [1] * 7], 'made up', follow_up=follow_up)
+  # Question 0 has one turn, 1 has two, 2 has three.
+  assert reference.questions == (0, 1, 2, 1, 2, 2)
+  assert [len(prompt) for prompt in reference.prompts] == [9, 5, 7, 11, 21, 22]
+  assert [tokens[0] for tokens in reference.tokens] == [9, 5, 7, 11, 21, 22]
+  assert reference.batches == ((5, 4, 3), (0, 2, 1))
+
+
+def test_a_stopped_evaluation_goes_on(tmp_path):
+  calls, path = [], tmp_path / 'kept' / 'plain.jsonl'
+  prompts = [[answer] * n for answer, n in ((1, 9), (5, 8), (2, 7), (4, 3), (6, 2), (3, 1))]
+  whole = evaluate.decode_reference(_decoder(calls), prompts, 'made up', path=path)
+  files = sorted(path.parent.iterdir())
+  assert len(files) == 2 and len(calls) == 4
+  # A kill: the second batch of answers has two of its three lines, the last one cut.
+  lines = path.read_text().splitlines(keepends=True)
+  path.write_text(''.join(lines[:4]) + lines[4][:9])
+  files[1].unlink()
+  calls.clear()
+  again = evaluate.decode_reference(_decoder(calls), prompts, 'made up', path=path)
+  assert [lengths.tolist() for _, lengths, _ in calls] == [[3, 2, 1], [2, 8, 3], [1, 7, 9]]
+  assert [tokens.tolist() for tokens in again.tokens] == [tokens.tolist() for tokens in whole.tokens]
+  calls.clear()
+  last = evaluate.decode_reference(_decoder(calls), prompts, 'made up', path=path)
+  assert not calls and last.seconds == again.seconds and last.batches == again.batches
 
 
 @pytest.mark.parametrize('prompts, message', [
     ([], 'no prompts'), ([[1], []], '1 to 8 tokens, these have 0 to 1'),
     ([[1], [1] * 9], 'these have 1 to 9')])
 def test_prompts_that_cannot_be_decoded(prompts, message):
-  decoder = evaluate.Decoder(None, 3, 8, (EOS,), 'float32', compile_seconds=0.0)
   with pytest.raises(UserError, match=message):
-    evaluate.decode_reference(decoder, prompts, 'made up')
+    evaluate.decode_reference(_decoder([], limit=8), prompts, 'made up')
 
 
 def test_prompt_width():
-  chunk = autoregressive.PREFILL_CHUNK
-  lengths = (1, chunk - 1, chunk, chunk + 1, 3 * chunk)
-  widths = [evaluate.prompt_width([[1], [1] * n]) for n in lengths]
-  assert widths == [chunk, chunk, chunk, 2 * chunk, 3 * chunk]
+  assert [evaluate.prompt_width(n, 4000) for n in (1, 128, 129, 512, 513, 2049, 4000)] == [
+      128, 128, 512, 512, 2048, 4000, 4000]
+  assert evaluate.prompt_width(70, 100) == 100
 
 
 # ---- A tiny model --------------------------------------------------------------------------------
@@ -294,8 +414,7 @@ def decoded(tiny):
   target, params, drafter, drafters = tiny
   rng = np.random.default_rng(0)
   prompts = [rng.integers(0, 9, rng.integers(1, 12)).tolist() for _ in range(21)]
-  shape = {'batch_size': 8, 'prompt_width': evaluate.prompt_width(prompts),
-           'max_new_tokens': LIMIT}
+  shape = {'batch_size': 8, 'max_new_tokens': LIMIT}
   plain = evaluate.compile_autoregressive(target, params, **shape)
   shapes = jax.eval_shape(lambda: drafters[0])
   fast = evaluate.compile_speculative(target, params, drafter, shapes, **shape)
@@ -380,6 +499,7 @@ def test_measures_by_brute_force(tiny, decoded):
     new = sum(map(len, reference.tokens))
     assert got['speculative_tokens_per_second'] == pytest.approx(new / evaluation.seconds)
     assert got['autoregressive_tokens_per_second'] == pytest.approx(new / reference.seconds)
+    assert got['sums'] == [[sum(g) for g in gains], [len(g) for g in gains]]
     assert got['gain'] is None and json.loads(json.dumps(got)) == got
 
 
@@ -392,12 +512,3 @@ def test_drafters_share_a_reference(decoded):
   micro = [sum(r.gained for r in e.records) / sum(r.rounds for r in e.records)
            for e in (first, second)]
   assert got['micro'] == pytest.approx(micro[0] / micro[1] - 1)
-
-
-def test_fitting(tiny):
-  config = tiny[0].config
-  prompts = [[1] * n for n in (5, 253, 252, 256 - 20 - BLOCK, 256 - 20 - BLOCK + 1)]
-  fitting = functools.partial(evaluate.fitting, config=config, max_new_tokens=20, block_size=BLOCK)
-  assert fitting(prompts) == [prompts[0], prompts[3]]
-  with pytest.raises(UserError, match='none of 2 prompts has at most 232 tokens'):
-    fitting(prompts[1:3])

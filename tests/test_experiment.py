@@ -90,7 +90,7 @@ def test_the_same_command_again_trains_nothing(smoke, environment):
   arm = json.loads((folder / 'report.json').read_text())['arms'][0]
   assert arm['train']['steps_this_run'] == 0
   assert {name: alone['tree_size'] for name, alone in arm['latency'].items()} == {
-      'held_out': 0, 'held_out, tree of 3': 3, 'humaneval': 0, 'humaneval, tree of 3': 3}
+      'held_out': 0, 'held_out, tree of 3': 3}
   assert arm['curve'] == before['curve']
   assert (folder / 'chain_loss' / 'metrics.jsonl').read_text() == curve
   measured = arm['sets']['held_out']

@@ -10,6 +10,7 @@ from dspec import config as config_lib
 from dspec import evaluate
 from dspec import mechanisms
 from dspec import train
+from dspec.data import evaluation_sets
 from dspec.decoding import speculative
 from dspec.errors import UserError
 from dspec.models import drafter as drafter_lib
@@ -39,7 +40,8 @@ def study(untrained_target, tmp_path_factory):
   def run(config, folder):
     drafter = drafter_lib.Drafter(train.make_drafter_config(config, target.config))
     arms = [(name, config, train.init_params(drafter, jax.random.key(i)), {}) for i, name in enumerate('ab')]
-    return mechanisms.run(config, folder, target.config, params, arms, {'held_out': prompts})
+    sets = {'held_out': evaluation_sets.PromptSet(tuple(map(tuple, prompts)))}
+    return mechanisms.run(config, folder, target.config, params, arms, sets)
 
   folder = tmp_path_factory.mktemp('study')
   return run, folder, run(make_config(), folder)

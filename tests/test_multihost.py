@@ -34,8 +34,8 @@ def scratch(tmp_path_factory):
 def environment(scratch, devices):
   return {
       **os.environ, 'PYTHONPATH': str(ROOT), 'JAX_PLATFORMS': 'cpu', 'JAX_DISABLE_MOST_OPTIMIZATIONS': '1',
-      'XLA_FLAGS': f'--xla_force_host_platform_device_count={devices}', 'JAX_COMPILATION_CACHE_DIR': str(scratch / 'xla'),
-      'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS': '1'}
+      'XLA_FLAGS': f'--xla_force_host_platform_device_count={devices}',
+      'JAX_COMPILATION_CACHE_DIR': str(scratch / 'xla'), 'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS': '1'}
 
 
 def free_address():
@@ -240,7 +240,8 @@ except UserError as error:
     (['--multihost'], 'neither TPU, Slurm nor GKE tells where'),
     (['--multihost', '--coordinator=localhost:1'], 'give all three'),
     (['--multihost', '--num_processes=2'], 'give all three'),
-    (['--multihost', '--coordinator=localhost:1', '--num_processes=2', '--process_id=2'], '--process_id=2: must be below'),
+    (['--multihost', '--coordinator=localhost:1', '--num_processes=2', '--process_id=2'],
+     '--process_id=2: must be below --num_processes=2'),
     (['--coordinator=localhost:1'], '--coordinator: add --multihost'),
     (['--multihost', '--mode=generate'], '--mode=generate is for one process'),
 ])

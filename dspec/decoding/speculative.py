@@ -115,6 +115,7 @@ def generate(
     prompts_BxP: jax.Array,
     lengths_B: jax.Array,
     key: jax.Array | None = None,
+    seeds_B: jax.Array | None = None,
     *,
     max_new_tokens: int,
     how: sampling.Sampling = sampling.GREEDY,
@@ -133,6 +134,7 @@ def generate(
     prompts_BxP: int32, right-padded.
     lengths_B: int32, at least 1.
     key: source of randomness; needed only above temperature 0.
+    seeds_B: uint32, what sets the randomness of a row apart from others; None for its number.
     max_new_tokens: length limit of every row, the token of the prefill included.
     how: how the target's tokens are drawn.
     drafting: what is drafted.
@@ -146,7 +148,7 @@ def generate(
   """
   models = target, target_params, drafter, drafter_params
   key = jax.random.key(0) if key is None else key
-  state = start(*models, prompts_BxP, lengths_B, key, max_new_tokens=max_new_tokens, how=how)
+  state = start(*models, prompts_BxP, lengths_B, key, seeds_B, max_new_tokens=max_new_tokens, how=how)
   state = jax.lax.while_loop(
       lambda state: ~state.rows.done_B.all(),
       lambda state: advance(*models, state, how=how, drafting=drafting),
@@ -156,8 +158,8 @@ def generate(
 
 
 def start(
-    target, target_params, drafter, drafter_params, prompts_BxP, lengths_B, key, *, max_new_tokens: int,
-    how: sampling.Sampling,
+    target, target_params, drafter, drafter_params, prompts_BxP, lengths_B, key, seeds_B=None, *,
+    max_new_tokens: int, how: sampling.Sampling,
 ) -> State:
   """Prefill, and the first token of every row. Arguments as of `generate`."""
   b, p = prompts_BxP.shape
@@ -165,9 +167,7 @@ def start(
   _check_pair(target.config, drafter.config)
   autoregressive.check_length(target.config, p, max_new_tokens, k)
   size = p + max_new_tokens
-  rows = autoregressive.start_rows(
-      prompts_BxP, lengths_B, lengths_B + max_new_tokens, jnp.arange(b, dtype=jnp.uint32), size
-  )
+  rows = autoregressive.start_rows(prompts_BxP, lengths_B, lengths_B + max_new_tokens, seeds_B, size)
   write = functools.partial(write_context, drafter, drafter_params)
   # The last rounds of a row may look past its limit, so the caches are one block longer.
   target_cache = target_lib.init_cache(target.config, b, size + k)
@@ -242,7 +242,8 @@ def _check_tree(tree_size: int, drafter: drafter_lib.DrafterConfig, target: targ
   slots = drafter.block_size - 1
   drafts = sum(vocab_size ** (slot + 1) for slot in range(slots))
   if tree_size > drafts:
-    raise UserError(f'tree_size is {tree_size}: {slots} slots of {vocab_size} tokens make only {drafts} different drafts')
+    raise UserError(
+        f'tree_size is {tree_size}: {slots} slots of {vocab_size} tokens make only {drafts} different drafts')
 
 
 def propose(target_params: Any, drafter: drafter_lib.Drafter, drafter_params: Any, state: State) -> jax.Array:

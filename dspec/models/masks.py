@@ -7,8 +7,9 @@ import jax.numpy as jnp
 def causal(positions_BxT: jax.Array, num_keys: int, window: int = 0) -> jax.Array:
   """Keys at or before the query's own position, `[B, T, num_keys]` bool.
 
-  With a window, the last `window` of them only, the query's own among them; 0 is no window. Key slot and position are the same number, in the cache too. Slots beyond a row's end hold padding or
-  rejected drafts; they lie in the future of every query until they are overwritten.
+  With a window, the last `window` of them only, the query's own among them; 0 is no window. Key slot and position are
+  the same number, in the cache too. Slots beyond a row's end hold padding or rejected drafts; they lie in the future
+  of every query until they are overwritten.
 
       position   keys 0 1 2 3 4
              1        x x . . .

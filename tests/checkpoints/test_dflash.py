@@ -307,7 +307,7 @@ def message(function, *args):
     (inner(block_size=8), 'block_size is there twice, as 8 and 5'),
     ({'dflash_config': {'target_layer_ids': [0, 2, 5]}}, 'mask_token_id is missing'),
     (inner(target_layer_ids=[2, 0, 5]), 'must ascend'),
-    (inner(target_layer_ids=[0, 2.0]), 'must hold whole numbers'),
+    (inner(target_layer_ids=[0, 2.0]), 'elements of type int'),
     (inner(target_layer_ids=[-1, 2]), 'must ascend from 0'),
     ({'dflash_config': {'mask_token_id': 30}, 'num_target_layers': None}, 'target_layer_ids is missing'),
     ({'rope_theta': None}, 'rope_theta is missing'),

@@ -302,7 +302,7 @@ def test_families_equal_their_hugging_face_folder(path, name):
 def test_largest_gemma_scales_its_scores_by_width(path):
   layers = gguf._GEMMA3_27B_LAYERS
   metadata = {'gemma3.attention.sliding_window': 4}
-  fields = gguf.tensors_lib.Fields(path, metadata, 'metadata')
+  fields = gguf.Fields(path, metadata)
   assert gguf._attention(fields, 'gemma3', layers, 168)['attention_scale'] == 168**-0.5
   assert gguf._attention(fields, 'gemma3', layers - 1, 168)['attention_scale'] == 0
 
@@ -336,20 +336,20 @@ def test_scored_tokenizer_without_a_space_before(path):
     'changes, words',
     [
         ({'architecture': 'mamba'}, "'mamba' is not supported; supported: llama, qwen2, qwen3, gemma3"),
-        ({'llama__block_count': None}, 'lacks llama.block_count'),
-        ({'llama__block_count': 0}, 'llama.block_count must be positive'),
-        ({'llama__block_count': '2'}, 'llama.block_count must be of type int, not str'),
-        ({'llama__rope__freq_base': float('nan')}, 'llama.rope.freq_base must be positive'),
+        ({'llama__block_count': None}, 'llama.block_count is missing'),
+        ({'llama__block_count': 0}, 'llama.block_count must be above 0, not 0'),
+        ({'llama__block_count': '2'}, "llama.block_count must be of type int, not '2'"),
+        ({'llama__rope__freq_base': float('nan')}, 'llama.rope.freq_base must be above 0, not nan'),
         ({'llama__rope__scaling__type': 'yarn'}, r'rotary scaling \(yarn\) is not supported'),
         ({'llama__rope__dimension_count': 8}, 'llama.rope.dimension_count differs'),
         ({'llama__expert_count': 8}, 'mixture of experts'),
         ({'llama__attention__sliding_window': 64}, 'sliding-window attention'),
         ({'llama__attention__head_count_kv': 3}, '3 key heads cannot work'),
         ({'tokenizer__ggml__model': 'llama'}, "tokenizer model 'llama' is not supported"),
-        ({'llama__rope__scaling__type': 'linear'}, 'lacks llama.rope.scaling.factor'),
+        ({'llama__rope__scaling__type': 'linear'}, 'llama.rope.scaling.factor is missing'),
         ({'tokenizer__ggml__pre': 'bert'}, "pre-tokenizer 'bert' is not supported"),
         ({'tokenizer__ggml__eos_token_id': None}, 'no end-of-sequence'),
-        ({'tokenizer__ggml__tokens': [1, 2]}, 'tokenizer.ggml.tokens must hold only str'),
+        ({'tokenizer__ggml__tokens': [1, 2]}, 'tokenizer.ggml.tokens must hold elements of type str'),
         ({'llama__vocab_size': VOCAB - 1}, f'{VOCAB} tokens but {VOCAB - 1} rows'),
     ],
 )

