@@ -70,14 +70,14 @@ class Run:
     lines = path.read_text().splitlines() if path.exists() else []
     return json.loads(lines[-1])['step'] if lines and lines[-1].endswith('}') else 0
 
-  def wait_for_step(self, step, seconds=240):
+  def wait_for_step(self, step, seconds=600):
     give_up = time.monotonic() + seconds
     while self.steps() < step:
       assert all(process.poll() is None for process in self.processes), self.errors()
       assert time.monotonic() < give_up, self.errors()
       time.sleep(0.02)
 
-  def finish(self, seconds=240):
+  def finish(self, seconds=600):
     """(exit status, result or None) of each process."""
     statuses = [process.wait(timeout=seconds) for process in self.processes]
     outs = [log.with_suffix('.out').read_text().splitlines() for log in self.logs]

@@ -208,7 +208,7 @@ def test_one_device_and_eight_train_alike(tmp_path):
   runs = [train(tmp_path, 'one', 1, 'online', **changes), train(tmp_path, 'eight', 8, 'online', **changes, **mesh)]
   results = []
   for run in runs:
-    out, err = run.communicate(timeout=300)
+    out, err = run.communicate(timeout=600)
     assert run.returncode == 0, err
     assert 'rematerialization' not in err  # What XLA calls an exchange that it can only do by copying all to all.
     results.append(json.loads(out.splitlines()[-1]))
