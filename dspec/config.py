@@ -42,8 +42,8 @@ _AT_LEAST_ONE = (
     'data.generation_batch_size', 'drafter.num_layers', 'train.batch_size',
     'train.anchors', 'train.head_chunk', 'train.checkpoint_every', 'train.log_every',
     'mesh.fsdp', 'mesh.tensor', 'evaluate.num_prompts', 'evaluate.max_new_tokens', 'evaluate.batch_size',
-    'evaluate.samples',
-    'evaluate.bootstrap_samples', 'generate.max_new_tokens', 'generate.num_drafts', 'mechanisms.num_prompts',
+    'evaluate.samples', 'evaluate.bootstrap_samples', 'generate.max_new_tokens', 'generate.num_drafts',
+    'mechanisms.num_prompts',
     'mechanisms.max_new_tokens',
 )
 _AT_LEAST_ZERO = (

@@ -77,7 +77,7 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
   cache_dir = config_lib.cache_dir(config)
   multihost.check_shared('--workdir', workdir)
   multihost.check_shared('--config.cache_dir', cache_dir)
-  with multihost.first_goes_first('benchmarks'):
+  with multihost.first_goes_first('the benchmarks'):
     benchmarks = evaluation_sets.load_benchmarks(config, cache_dir / 'tfds')
   with stage('target'):
     with multihost.first_goes_first('the target'):

@@ -42,8 +42,8 @@ _FORMAT = flags.DEFINE_enum(
     'format', 'dflash', ['dflash', 'speculators'], 'Of --mode=export: for vLLM and SGLang; or for vLLM, with the draft '
     'vocabulary.')
 _MULTIHOST = flags.DEFINE_bool(
-    'multihost', False, 'Of --mode=train: this is one of several processes of one run. TPU, Slurm and GKE tell where the '
-    'others are; elsewhere the next three do.')
+    'multihost', False, 'Of --mode=train: this is one of several processes of one run. TPU, Slurm and GKE tell where '
+    'the others are; elsewhere the next three do.')
 _COORDINATOR = flags.DEFINE_string('coordinator', '', 'Of --multihost: HOST:PORT of process 0.')
 _NUM_PROCESSES = flags.DEFINE_integer('num_processes', None, 'Of --multihost: how many there are.')
 _PROCESS_ID = flags.DEFINE_integer('process_id', None, 'Of --multihost: which this is, from 0.')
@@ -102,6 +102,7 @@ def main(argv: Sequence[str]) -> None:
   del argv
   set_up_logging()
   try:
+    check_multihost()
     if _MODE.value == 'compare':
       from dspec import compare
       compare.run(_RUNS.value, _OUT.value)
@@ -109,7 +110,6 @@ def main(argv: Sequence[str]) -> None:
     config = _CONFIG.value
     workdir = _WORKDIR.value or default_workdir()
     config_lib.validate(config)
-    check_multihost()
     if _MODE.value == 'compile':
       from dspec import compile as compile_lib
       compile_lib.run(config, _TOPOLOGY.value)
@@ -135,7 +135,7 @@ def main(argv: Sequence[str]) -> None:
   except UserError as error:
     fail(error)
   except KeyboardInterrupt:
-    if _MODE.value != 'train':
+    if _MODE.value != 'train' or jax.process_index():
       sys.exit(130)
     print('\nStopped. The same command resumes from the last checkpoint:\n  python -m dspec.main '
           + shlex.join(sys.argv[1:]), file=sys.stderr)

@@ -40,7 +40,8 @@ def initialize(coordinator: str, num_processes: int | None, process_id: int | No
   """
   numbers = num_processes, process_id
   if coordinator and None in numbers or not coordinator and numbers != (None, None):
-    raise UserError('--coordinator, --num_processes and --process_id: give all three, or none where the cluster tells them')
+    raise UserError(
+        '--coordinator, --num_processes and --process_id: give all three, or none where the cluster tells them')
   if coordinator and process_id >= num_processes:
     raise UserError(f'--process_id={process_id}: must be below --num_processes={num_processes}')
   try:

@@ -61,8 +61,8 @@ def check_batch(mesh: Mesh, size: int) -> None:
   data, fsdp = mesh.shape['data'], mesh.shape['fsdp']
   if size % (data * fsdp):
     raise UserError(
-        f'--config.train.batch_size={size} is not a multiple of {data * fsdp}, the groups of devices that share a batch: '
-        f'mesh.data={data} times mesh.fsdp={fsdp}')
+        f'--config.train.batch_size={size} is not a multiple of {data * fsdp}, the groups of devices that share a '
+        f'batch: mesh.data={data} times mesh.fsdp={fsdp}')
 
 
 def spec(path: Sequence[str]) -> PartitionSpec:

@@ -33,9 +33,10 @@ def main(config) -> dict:
     answers[f'sampled in {batch_size}'] = [answer for _, answer in sorted(found)]
   shape = train.make_drafter_config(config, target.config)
   drafter = drafter_lib.Drafter(shape)
-  drafter_params = {**train.init_params(drafter, jax.random.key(2)), 'draft_ids': np.arange(shape.vocab_size, dtype=np.int32)}
+  drafter_params = train.init_params(drafter, jax.random.key(2))
+  drafter_params['draft_ids'] = np.arange(shape.vocab_size, dtype=np.int32)
   for batch_size, tree_size in ((8, 0), (3, 5)):
-    options = {'batch_size': batch_size, 'prompt_width': 32, 'max_new_tokens': 12}
+    options = {'batch_size': batch_size, 'max_new_tokens': 12}
     reference = evaluate.decode_reference(evaluate.compile_autoregressive(target, params, **options), prompts, 'plain')
     fast = evaluate.compile_speculative(
         target, params, drafter, drafter_params, drafting=speculative.Drafting(tree_size=tree_size), **options)

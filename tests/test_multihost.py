@@ -34,8 +34,8 @@ def scratch(tmp_path_factory):
 def environment(scratch, devices):
   return {
       **os.environ, 'PYTHONPATH': str(ROOT), 'JAX_PLATFORMS': 'cpu', 'JAX_DISABLE_MOST_OPTIMIZATIONS': '1',
-      'XLA_FLAGS': f'--xla_force_host_platform_device_count={devices}', 'JAX_COMPILATION_CACHE_DIR': str(scratch / 'xla'),
-      'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS': '1'}
+      'XLA_FLAGS': f'--xla_force_host_platform_device_count={devices}',
+      'JAX_COMPILATION_CACHE_DIR': str(scratch / 'xla'), 'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS': '1'}
 
 
 def free_address():
@@ -70,14 +70,14 @@ class Run:
     lines = path.read_text().splitlines() if path.exists() else []
     return json.loads(lines[-1])['step'] if lines and lines[-1].endswith('}') else 0
 
-  def wait_for_step(self, step, seconds=240):
+  def wait_for_step(self, step, seconds=600):
     give_up = time.monotonic() + seconds
     while self.steps() < step:
       assert all(process.poll() is None for process in self.processes), self.errors()
       assert time.monotonic() < give_up, self.errors()
       time.sleep(0.02)
 
-  def finish(self, seconds=240):
+  def finish(self, seconds=600):
     """(exit status, result or None) of each process."""
     statuses = [process.wait(timeout=seconds) for process in self.processes]
     outs = [log.with_suffix('.out').read_text().splitlines() for log in self.logs]
@@ -240,7 +240,8 @@ except UserError as error:
     (['--multihost'], 'neither TPU, Slurm nor GKE tells where'),
     (['--multihost', '--coordinator=localhost:1'], 'give all three'),
     (['--multihost', '--num_processes=2'], 'give all three'),
-    (['--multihost', '--coordinator=localhost:1', '--num_processes=2', '--process_id=2'], '--process_id=2: must be below'),
+    (['--multihost', '--coordinator=localhost:1', '--num_processes=2', '--process_id=2'],
+     '--process_id=2: must be below --num_processes=2'),
     (['--coordinator=localhost:1'], '--coordinator: add --multihost'),
     (['--multihost', '--mode=generate'], '--mode=generate is for one process'),
 ])

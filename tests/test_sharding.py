@@ -208,7 +208,7 @@ def test_one_device_and_eight_train_alike(tmp_path):
   runs = [train(tmp_path, 'one', 1, 'online', **changes), train(tmp_path, 'eight', 8, 'online', **changes, **mesh)]
   results = []
   for run in runs:
-    out, err = run.communicate(timeout=300)
+    out, err = run.communicate(timeout=600)
     assert run.returncode == 0, err
     assert 'rematerialization' not in err  # What XLA calls an exchange that it can only do by copying all to all.
     results.append(json.loads(out.splitlines()[-1]))
@@ -242,7 +242,7 @@ def test_decoding_on_a_mesh_says_what_one_device_says():
   one, *meshes = results
   assert len(set(map(str, one['answers']['sampled in 3']))) == 11  # Not all alike.
   assert any(max(accepted, default=0) for accepted in one['answers']['accepted in 3'])
-  assert [mesh['split'] for mesh in meshes] == [{'kernel': 1 / 4, 'embedding': 1 / 4}, {'kernel': 1 / 8, 'embedding': 1 / 8}]
+  assert [mesh['split'] for mesh in meshes] == [{'kernel': n, 'embedding': n} for n in (1 / 4, 1 / 8)]
   for mesh in meshes:
     assert mesh['answers'] == one['answers']
     np.testing.assert_allclose(mesh['features'], one['features'], rtol=1e-2, atol=1e-2)  # bfloat16.

@@ -28,7 +28,7 @@ def open_manager(folder: pathlib.Path, keep: int = 2) -> ocp.CheckpointManager:
 
 
 def save(manager: ocp.CheckpointManager, step: int, state: Any, iterator: grain.DatasetIterator) -> None:
-  """Copies the state to the host, and writes it while training goes on; a checkpoint of this step that exists is left alone.
+  """Copies the state to the host, and writes it while training goes on; a checkpoint of this step stays if there is one.
 
   Every process writes what its devices hold. The iterator is at the same place in all.
   """

@@ -167,8 +167,8 @@ def sample_resumably(path: pathlib.Path, model, params, prompts, seeds, key, *, 
   Returns:
     The continuations in the order of the prompts.
   """
-  multihost.wait_for_all('the end of what was written before')
-  found = {record['index']: record['tokens'] for record in json_lines.read_whole(path)}
+  with multihost.first_goes_first('what was written before'):
+    found = {record['index']: record['tokens'] for record in json_lines.read_whole(path)}
   missing = [i for i in range(len(prompts)) if i not in found]
   multihost.wait_for_all('all have read what is there')
   first = multihost.is_first()

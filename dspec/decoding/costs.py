@@ -121,7 +121,8 @@ def measure(
   target_params, drafter_params, rival_params = sharding.put((target_params, drafter_params, rival[1]))
   sizes = block_sizes(drafter.config.block_size)
   draft, verified = {}, {}
-  with tqdm.tqdm(total=2 * len(sizes) + 2, desc='measuring costs', unit='part', disable=not multihost.is_first()) as bar:
+  hidden = not multihost.is_first()
+  with tqdm.tqdm(total=2 * len(sizes) + 2, desc='measuring costs', unit='part', disable=hidden) as bar:
     for k in sizes:
       shorter = drafter_lib.Drafter(dataclasses.replace(drafter.config, block_size=k), drafter.dtype)
       state, draft_part, verify_part = _parts(target, shorter, target_params, drafter_params)

@@ -385,8 +385,8 @@ class Drafter(nn.Module):
   `feature_scale` [N * D] multiplies the features and is not trained. A DFlash drafter is the same without it: its `fc`
   has taken it in. `draft_ids` [V'] are the ascending token ids of the
   draft vocabulary, if it has one; see `draft_head`. The parameters may also hold a `selector`; see `adjust_logits`.
-  With `remat` 'layers' a layer keeps its inputs for the backward pass, which computes the rest once more; with 'none' it
-  keeps everything.
+  With `remat` 'layers' a layer keeps its inputs for the backward pass, which computes the rest once more; with 'none'
+  it keeps everything.
   """
 
   config: DrafterConfig

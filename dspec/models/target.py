@@ -271,8 +271,9 @@ class Target(nn.Module):
     hidden = blocks.rms_norm(c.norm_eps, 'norm')(x)
     if self.is_initializing() and not c.tie_embeddings:
       blocks.linear(c.vocab_size, self.dtype, 'lm_head')(hidden)  # For `logits`, which needs it alone.
-    # A matrix that is split over its rows would have them put side by side in parts, which XLA gets wrong.
-    features = sharding.constrain(jnp.concatenate(features, -1), sharding.BATCH) if taps else jnp.zeros((*tokens_BxT.shape, 0))
+    features = jnp.concatenate(features, -1) if taps else jnp.zeros((*tokens_BxT.shape, 0))
+    # The drafter's fc, split over its rows, would have them put side by side in parts, which XLA gets wrong.
+    features = sharding.constrain(features, sharding.BATCH)
     return hidden, features, tuple(new_cache)
 
 
