@@ -195,9 +195,16 @@ def comparison_rows(
     of: 'sets' or 'latency'.
     published: the target, as in `dspec.paper.column`, for a column of the paper's numbers; None for none.
   """
-  text = lambda value, form: '' if published is None or value is None else f'{value:{form}}'
-  beside = paper.column(published or '')
   rows = []
+
+  def of_paper(loss, name, block_size) -> dict[str, str]:
+    if published is None:
+      return {}
+    length, waste = paper.accepted_length(published, loss, name, block_size), paper.waste(loss, name)
+    return {
+        paper.column(published): '' if length is None else f'{length:.3f}',
+        'its waste': '' if waste is None else f'{waste:.1%}'}
+
   for arm in arms:
     for set_name, s in arm[of].items():
       length, gain = s['accepted_length'], s['gain']
@@ -213,16 +220,14 @@ def comparison_rows(
           'plain tokens/s': f'{plain:.1f}',
           'speed-up': f'{fast / plain:.2f}x',
           'exact': f"{s['identical_prompts']}/{s['num_prompts']}",
-          beside: text(paper.accepted_length(published or '', arm['loss'], set_name, s['block_size']), '.3f'),
-          'its waste': text(paper.waste(arm['loss'], set_name), '.1%'),
+          **of_paper(arm['loss'], set_name, s.get('block_size')),
       })
-    if of == 'sets' and arm['mean']:
+    if of == 'sets' and arm.get('mean'):
       mean, block_size = arm['mean'], next(iter(arm['sets'].values()))['block_size']
       rows.append({
           **dict.fromkeys(rows[-1], ''), 'arm': arm['name'], 'set': 'mean',
           'accepted length': with_interval(mean['mean'], mean['interval'], '.3f'), 'gain': gain_text(mean['gain']),
-          beside: text(paper.accepted_length(published or '', arm['loss'], 'mean', block_size), '.3f'),
-          'its waste': text(paper.waste(arm['loss'], 'mean'), '.1%'),
+          **of_paper(arm['loss'], 'mean', block_size),
       })
   return [{key: row[key] for key in row if any(other[key] for other in rows)} for row in rows]
 
