@@ -155,6 +155,9 @@ def default(budget: str = '') -> ml_collections.ConfigDict:
   evaluate.samples = 1  # Answers to each prompt, above temperature 0.
   evaluate.dtype = 'float32'  # Of the matmuls' operands; exact in float32 alone.
   evaluate.block_size = 0  # Of decoding; 0: the trained one.
+  # Whether rounds are found by reading plain decoding's answers, in a fraction of the time, and not by decoding: what is
+  # accepted is the same, speed and exactness are not measured. See `dspec.decoding.replay`.
+  evaluate.replay = False
   evaluate.latency_prompts = 4  # Of each set, decoded again one at a time; 0: none.
   # Of these; 0: for each arm the fastest, from costs measured here and its acceptance on the first set.
   evaluate.latency_block_size = 0
@@ -293,7 +296,7 @@ def paper(budget: str, target: str = 'llama3_8b') -> ml_collections.ConfigDict:
 
   Args:
     budget: '' for a target of the paper on accelerators, 'embedded' for SmolLM2 on a CPU (the data and steps of the
-      main job, 32 prompts a set, 128 new tokens), 'smoke' for the whole path in tiny numbers.
+      main job, 32 prompts a set, 128 new tokens, replayed), 'smoke' for the whole path in tiny numbers.
     target: a key of `TARGETS`; counts for '' alone.
 
   Returns:
@@ -312,7 +315,7 @@ def paper(budget: str, target: str = 'llama3_8b') -> ml_collections.ConfigDict:
   if budget != 'smoke':
     config.evaluate.update(sets=('held_out', *BENCHMARKS), prompt_seed=0)
   if budget == 'embedded':
-    config.evaluate.update(num_prompts=32, batch_size=32, max_new_tokens=128, latency_prompts=0)
+    config.evaluate.update(num_prompts=32, batch_size=32, max_new_tokens=128, replay=True, latency_prompts=0)
   return config
 
 
