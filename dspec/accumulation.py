@@ -1,9 +1,9 @@
 """Gradient accumulation that is exact for every objective: a batch a part at a time, in the memory of one part.
 
-The objective divides by sums over the whole batch: valid slots, blocks, first errors. Means of parts would be another
-objective. But it sees a batch only through its scores, two numbers a slot, and these are small. So a first pass over the
-parts scores the whole batch, the objective says what each score is worth, and a second pass takes that back to the
-parameters. The first pass is the price: a forward pass of the drafter, a third of a step.
+The objective divides by sums over the whole batch: valid slots, blocks, first errors. A mean over parts would be
+another objective. But it sees a batch only through its scores, two numbers a slot. So a first pass over the parts
+scores the whole batch, the objective says what each score is worth, and a second pass takes that back to the
+parameters. The price is the first pass: the drafter's forward one once more, a third of its work.
 """
 
 from collections.abc import Callable

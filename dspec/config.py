@@ -41,8 +41,8 @@ _CHOICES = {
 _AT_LEAST_ONE = (
     'data.num_prompts', 'data.max_prompt_tokens', 'data.max_response_tokens',
     'data.generation_batch_size', 'drafter.num_layers', 'train.batch_size',
-    'train.anchors', 'train.head_chunk', 'train.accumulate', 'train.checkpoint_every', 'train.keep', 'train.evaluate_prompts',
-    'train.log_every',
+    'train.anchors', 'train.head_chunk', 'train.accumulate', 'train.checkpoint_every', 'train.keep',
+    'train.evaluate_prompts', 'train.log_every',
     'mesh.fsdp', 'mesh.tensor', 'evaluate.num_prompts', 'evaluate.max_new_tokens', 'evaluate.batch_size',
     'evaluate.samples', 'evaluate.bootstrap_samples', 'generate.max_new_tokens', 'generate.num_drafts',
     'mechanisms.num_prompts',

@@ -193,9 +193,9 @@ def validator(
   e, dtype = config.evaluate, jnp.dtype(config.evaluate.dtype)
   shape = train.make_drafter_config(config, target_config)
   shape = dataclasses.replace(shape, block_size=e.block_size or shape.block_size)
+  target, drafter = target_lib.Target(target_config, dtype), drafter_lib.Drafter(shape, dtype)
   return evaluate.validator(
-      target_lib.Target(target_config, dtype), target_lib.cast(params, dtype), drafter_lib.Drafter(shape, dtype), prompts,
-      max_new_tokens=e.max_new_tokens)
+      target, target_lib.cast(params, dtype), drafter, prompts, max_new_tokens=e.max_new_tokens)
 
 
 def check_workdir(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> None:

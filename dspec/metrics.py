@@ -18,7 +18,7 @@ from dspec import multihost
 
 
 class Writer:
-  """Writes records to `metrics.jsonl` and `tensorboard/` of a folder, in the first process; elsewhere it only keeps them.
+  """Writes records to `metrics.jsonl` and `tensorboard/` of a folder, in the first process; others only keep them.
 
   Events are written as they come, not from a thread: a kill loses none, and a full disk is an error of the run.
 
@@ -27,9 +27,9 @@ class Writer:
   """
 
   def __init__(self, folder: pathlib.Path, step: int):
-    """Opens the files of a run that has done `step` steps; records of later ones, of a run that was killed, are removed.
+    """Opens the files of a run that has done `step` steps; what a killed run said of later ones is removed.
 
-    TensorBoard keeps an event file a start of the run, and hides from the earlier ones what later steps they had.
+    Every start of a run has an event file of its own, which makes TensorBoard hide later steps of the earlier files.
     """
     self._path, self._events, self.curve = folder / 'metrics.jsonl', None, []
     if not multihost.is_first():

@@ -57,8 +57,8 @@ class AveragedState(TrainState):
   """What it holds with `train.ema` = d.
 
   Attributes:
-    ema: the running mean of the parameters that are trained: e_t = d * e_(t-1) + (1-d) * p_t from e_0 = p_0, the initial
-      ones; it is not debiased.
+    ema: the running mean of the parameters that are trained: e_t = d * e_(t-1) + (1-d) * p_t from e_0 = p_0, the
+      initial ones; it is not debiased.
   """
 
   ema: Any
@@ -192,6 +192,8 @@ def train_step(
   models = {'drafter': drafter, 'target_params': target_params, 'head_chunk': head_chunk}
   prepare = lambda batch: _with_features(batch, target, target_params, drafter.config)
   if accumulate > 1:
+    # A part may have fewer slots than a chunk, which would be filled up.
+    models['head_chunk'] = min(head_chunk, batch['anchors'].size // accumulate * (drafter.config.block_size - 1))
     (value, aux), gradients = accumulation.value_and_grad(
         prepare, lambda trained, batch: score({**trained, **measured}, batch, **models),
         lambda scores, valid: objective(scores, valid, spec), trained, batch, accumulate)
@@ -246,12 +248,12 @@ def run(
     data: see `dspec.data.dataset`.
     target: the target in the compute dtype.
     target_params: its parameters, already in that dtype.
-    validate: parameters on their devices -> accepted length on held-out prompts, see `evaluate.validator`; called in all
-      processes, every `train.evaluate_every` steps and after the last one.
+    validate: parameters on their devices -> accepted length on held-out prompts, see `evaluate.validator`; called in
+      all processes, every `train.evaluate_every` steps and after the last one, where that is not 0.
 
   Returns:
-    (drafter parameters as float32 numpy arrays, a summary for the report); of `evaluate.checkpoint`, and with `train.ema`
-    their running mean.
+    (drafter parameters as float32 numpy arrays, a summary for the report). The parameters are those of
+    `evaluate.checkpoint`, and with `train.ema` their running mean.
 
   Raises:
     FloatingPointError: on a loss or gradient that is not finite, with its step.
@@ -300,7 +302,6 @@ def run(
       out_shardings=(shardings, sharding.replicated(mesh)),
   )
   start = int(state.step)
-  writer = metrics_lib.Writer(folder, start)
 
   # ---- The loop: metrics are fetched one step late, so that the device never waits ----------------
   def log(step, metrics):
@@ -331,6 +332,7 @@ def run(
   pending = None
   with (
       jax.set_mesh(mesh), stop_signals() as stopped, checkpoints.explained(manager),
+      contextlib.closing(metrics_lib.Writer(folder, start)) as writer,
       metrics_lib.profile(folder / 'profile', t.profile_steps) as before_step,
       tqdm.tqdm(
           total=t.steps, initial=start, desc=f'training {folder.name}', unit='step', smoothing=0.05,
@@ -356,7 +358,6 @@ def run(
         raise KeyboardInterrupt
     manager.wait_until_finished()
   seconds = time.perf_counter() - begin
-  writer.close()
 
   # ---- What is evaluated --------------------------------------------------------------------------
   evaluated = checkpoints.best_step(manager) if config.evaluate.checkpoint == 'best' else t.steps

@@ -60,7 +60,7 @@ def save(
     manager: ocp.CheckpointManager, step: int, state: Any, iterator: grain.DatasetIterator,
     accepted_length: float | None = None
 ) -> None:
-  """Copies the state to the host, and writes it while training goes on; a checkpoint of this step stays if there is one.
+  """Copies the state to the host, and writes it while training goes on; nothing, where this step has a checkpoint.
 
   Every process writes what its devices hold. The iterator is at the same place in all.
 

@@ -106,8 +106,8 @@ def validation(
   left = [ids for ids in dict.fromkeys(held_out) if ids not in set(reported)]
   if len(left) < count:
     raise UserError(
-        f'--config.train.evaluate_prompts={count}: of {len(held_out)} held-out prompts {len(reported)} are reported, and '
-        f'{len(left)} others are left; lower it or --config.evaluate.num_prompts, or raise --config.data.held_out')
+        f'--config.train.evaluate_prompts={count}: of {len(held_out)} held-out prompts {len(reported)} are reported, '
+        f'and {len(left)} others are left; lower it or --config.evaluate.num_prompts, or raise --config.data.held_out')
   return tuple(left[-count:])
 
 
