@@ -219,7 +219,7 @@ def check_workdir(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> N
   new, old = _of_arms(flat(config)), _of_arms(flat(config_lib.default()) | flat(old))
   differing = [k for k in config_lib.differences(new, old) if not k.startswith(_FREE)]
   if differing:
-    value = lambda of, key: of.get(key, 'as the experiment')
+    value = lambda of, key: of.get(key, 'not set')
     listed = '; '.join(f'{key}: {value(old, key)} there, {value(new, key)} here' for key in differing)
     raise UserError(
         f'--workdir={workdir} holds a run with another configuration, which differs in {listed}. '

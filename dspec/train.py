@@ -318,6 +318,7 @@ def run(
     bar.set_postfix(loss=f'{metrics["loss"]:.3f}', accepted=f'{metrics["accepted_length"]:.2f}', refresh=False)
     bar.update()
     if step % t.log_every == 0 or step == t.steps:
+      checkpoints.check(manager)
       writer.write(
           {'step': step, **metrics, 'seconds': seconds, 'slots_per_second': metrics['num_slots'] / seconds})
 
@@ -351,7 +352,6 @@ def run(
         pending = None
         checkpoints.save(manager, step, state, iterator, evaluate(step, state) if due else None)
         last = time.perf_counter()
-      checkpoints.check(manager)
       if stop:
         manager.close()
         logging.info('stopped; saved step %d', step)

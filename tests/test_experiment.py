@@ -189,8 +189,8 @@ def test_a_folder_of_other_arms(tmp_path):
   experiment.check_workdir(old, tmp_path)
   for new, text in (
       (arms(('a', {'loss.gamma': 8.0}), ('b', {'train.steps': 9})), 'arms.a.loss.gamma: 7.0 there, 8.0 here. Give'),
-      (arms(('a', {'loss.gamma': 7.0}), ('b', {})), 'arms.b.train.steps: 9 there, as the experiment here. Give'),
-      (arms(('a', {'loss.gamma': 7.0})), r"arms: \['a', 'b'\] there, \['a'\] here; arms.b.train.steps: 9 there, as")):
+      (arms(('a', {'loss.gamma': 7.0}), ('b', {})), 'arms.b.train.steps: 9 there, not set here. Give'),
+      (arms(('a', {'loss.gamma': 7.0})), r"arms: \['a', 'b'\] there, \['a'\] here; arms.b.train.steps: 9 there, not set")):
     with pytest.raises(UserError, match='differs in ' + text):
       experiment.check_workdir(new, tmp_path)
 
