@@ -100,7 +100,7 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
 
   # ---- Training ----------------------------------------------------------------------------------
   prompts = {
-      name: evaluation_sets.validation(arm, data, target_config)
+      name: evaluation_sets.validation(config, data, target_config, arm.train.evaluate_prompts)
       for name, arm in arms(config) if arm.train.evaluate_every}
   trained = []
   for name, arm in arms(config):

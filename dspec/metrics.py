@@ -27,27 +27,20 @@ class Writer:
   """
 
   def __init__(self, folder: pathlib.Path, step: int):
-    """Opens the files of a run that has done `step` steps; what a killed run said of later ones is removed.
+    """Takes up the files of a run that has done `step` steps; what it said of later ones before a kill is removed.
 
-    Every start of a run has an event file of its own, which makes TensorBoard hide later steps of the earlier files.
+    With the first record a new event file begins, which makes TensorBoard hide later steps of the earlier files.
     """
-    self._path, self._events, self.curve = folder / 'metrics.jsonl', None, []
-    if not multihost.is_first():
-      return
-    self.curve = _read_curve(self._path, step)
-    events = folder / 'tensorboard'
-    events.mkdir(parents=True, exist_ok=True)
-    self._events = event_file_writer.EventsWriter(str(events / 'events'), filename_suffix=f'.{step}')
-    start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
-    self._events.write_event(event_pb2.Event(wall_time=time.time(), step=step + 1, session_log=start))
-    self._events.flush()
+    self._folder, self._step, self._events = folder, step, None
+    self.curve = _read_curve(folder / 'metrics.jsonl', step) if multihost.is_first() else []
 
   def write(self, record: dict[str, Any]) -> None:
     """Adds a record: its step, numbers by name, and lists of numbers by slot, which TensorBoard shows as NAME/SLOT."""
     self.curve.append(record)
-    if self._events is None:
+    if not multihost.is_first():
       return
-    json_lines.append(self._path, record)
+    json_lines.append(self._folder / 'metrics.jsonl', record)
+    self._events = self._events or _open_events(self._folder / 'tensorboard', self._step)
     values = []
     for name, value in record.items():
       if isinstance(value, list):
@@ -62,6 +55,15 @@ class Writer:
   def close(self) -> None:
     if self._events is not None:
       self._events.close()
+
+
+def _open_events(folder: pathlib.Path, step: int) -> event_file_writer.EventsWriter:
+  """A new event file of a run that has done `step` steps."""
+  folder.mkdir(parents=True, exist_ok=True)
+  events = event_file_writer.EventsWriter(str(folder / 'events'), filename_suffix=f'.{step}')
+  start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
+  events.write_event(event_pb2.Event(wall_time=time.time(), step=step + 1, session_log=start))
+  return events
 
 
 def _read_curve(path: pathlib.Path, step: int) -> list[dict[str, Any]]:

@@ -386,6 +386,7 @@ def test_a_finished_run_is_not_trained_again(whole, run, tmp_path, monkeypatch):
   assert_same(again, params)
   assert second['steps_this_run'] == 0
   assert second['curve'] == summary['curve']
+  assert len(list((tmp_path / 'copy' / 'tensorboard').iterdir())) == 1
   assert_same(checkpoints.restore_params(folder / 'checkpoints'), params)
 
 

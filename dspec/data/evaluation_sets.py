@@ -88,19 +88,20 @@ def make(
 
 
 def validation(
-    config: ml_collections.ConfigDict, data: dataset.Dataset, target_config: target_lib.TargetConfig
+    config: ml_collections.ConfigDict, data: dataset.Dataset, target_config: target_lib.TargetConfig, count: int
 ) -> tuple[tuple[int, ...], ...]:
-  """The last `config.train.evaluate_prompts` of the held-out prompts: to choose by, and so none that `make` reports.
+  """The last held-out prompts: to choose a checkpoint by, and so none that `make` reports.
 
   Args:
-    config: of one arm.
+    config: the whole config.
     data: what was trained on, and what was not.
     target_config: the target's, for the length of its context.
+    count: as `train.evaluate_prompts`, of one arm.
 
   Raises:
     UserError: if there are too few.
   """
-  e, count = config.evaluate, config.train.evaluate_prompts
+  e = config.evaluate
   held_out = list(map(tuple, _fitting(data.held_out, _room(config, target_config), 'held_out')))
   reported = held_out[: e.num_prompts] if 'held_out' in e.sets else []
   left = [ids for ids in dict.fromkeys(held_out) if ids not in set(reported)]

@@ -82,16 +82,15 @@ def test_prompts(make, smollm2):
 def test_prompts_to_choose_by_are_none_that_are_reported(sets, held_out, wanted):
   config = config_lib.default('smoke').copy_and_resolve_references()
   config.evaluate.update(sets=sets, num_prompts=2, max_new_tokens=6)
-  config.train.update(evaluate_every=1, evaluate_prompts=2)
   config.drafter.block_size = 4
   ids = {name: tuple(map(ord, name)) for name in held_out}
   data = types.SimpleNamespace(held_out=[ids[name] for name in held_out], trained_on=[(1,)])
   target_config = types.SimpleNamespace(max_length=12)  # Two are left for a prompt.
   if isinstance(wanted, str):
     with pytest.raises(UserError, match=f'--config.train.evaluate_prompts=2: of {wanted}'):
-      evaluation_sets.validation(config, data, target_config)
+      evaluation_sets.validation(config, data, target_config, 2)
     return
-  found = evaluation_sets.validation(config, data, target_config)
+  found = evaluation_sets.validation(config, data, target_config, 2)
   assert found == tuple(ids[name] for name in wanted)
   reported = evaluation_sets.make(config, data, {}, None, target_config)
   assert len(reported[sets[0]].ids) == min(2, len(getattr(data, sets[0])))
