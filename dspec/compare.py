@@ -27,6 +27,7 @@ _BOOTSTRAP = {'samples': 2000, 'seed': 0}
 _FREE = (
     'arms', 'experiment', 'seed', 'cache_dir', 'evaluate.latency', 'evaluate.bootstrap_samples', 'mechanisms.',
     'generate.', 'data.prompts_dir', 'data.generation_batch_size', 'train.log_every', 'train.checkpoint_every',
+    'train.keep', 'train.profile_steps', 'train.accumulate',
 )
 
 
@@ -83,9 +84,9 @@ def _read(folder: pathlib.Path) -> list[_Arm]:
   except ValueError as error:
     raise UserError(f'{path} is damaged: {error}') from error
   try:
-    arms = []
+    arms, defaults = [], config_lib.flatten(config_lib.default())  # Of options that an earlier version did not know.
     for arm in found['arms']:
-      options = config_lib.flatten(found['config']) | dict(found['config']['arms']).get(arm['name'], {})
+      options = defaults | config_lib.flatten(found['config']) | dict(found['config']['arms']).get(arm['name'], {})
       kind = {key: value for key, value in options.items() if not key.startswith(_FREE)}
       missing = {'sums', 'prompts'} - set.intersection(*(set(s) for s in arm['sets'].values()))
       if missing:

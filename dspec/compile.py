@@ -40,7 +40,8 @@ _LISTED = 5  # Largest arrays that are shown.
 _ADVICE = """\
 It does not fit. What helps, the cheapest first:
   more devices for the parameters   --config.mesh.fsdp, --config.mesh.tensor, or a larger topology
-  activations computed twice        --config.train.remat=blocks
+  activations computed twice        --config.train.remat=layers
+  a batch in parts                  --config.train.accumulate
   fewer logits at once              --config.train.head_chunk
   fewer blocks or rows a step       --config.train.anchors, --config.train.batch_size"""
 
@@ -80,7 +81,7 @@ def run(config: ml_collections.ConfigDict, topology: str) -> list[Program]:
   """
   devices = _devices(topology)
   mesh = sharding.make_mesh(config, devices)
-  sharding.check_batch(mesh, config.train.batch_size)
+  sharding.check_batch(mesh, config.train.batch_size, config.train.accumulate)
   target_config = target_shape(config)
   memory = HBM.get(topology.partition(':')[0], 0) * 2**30
   programs = []
@@ -136,13 +137,14 @@ def _train_step(config, mesh: Mesh, target_config) -> tuple[jax.stages.Lowered, 
   target_params = _target_params(target_config, dtype)
   draft_ids = jax.ShapeDtypeStruct((drafter_config.vocab_size,), jnp.int32) if drafter_config.vocab_size else None
   key = jax.eval_shape(lambda: jax.random.key(0))
-  state = jax.eval_shape(functools.partial(train.init_state, **models), key, batch, target_params, draft_ids)
+  state = jax.eval_shape(functools.partial(train.init_state, **models, ema=t.ema), key, batch, target_params, draft_ids)
   shardings = sharding.of(mesh, state)
   state = jax.tree.map(lambda x, where: x.update(sharding=where), state, shardings)
   spec = Objective(config.loss.gamma, config.loss.first_error, config.loss.chain, config.loss.reduction)
   step = jax.jit(
-      functools.partial(train.train_step, **models, spec=spec, head_chunk=t.head_chunk), donate_argnums=0,
-      out_shardings=(shardings, sharding.replicated(mesh)), keep_unused=True)
+      functools.partial(
+          train.train_step, **models, spec=spec, head_chunk=t.head_chunk, accumulate=t.accumulate, ema=t.ema),
+      donate_argnums=0, out_shardings=(shardings, sharding.replicated(mesh)), keep_unused=True)
   flops = train_flops(
       target_config, drafter_config, rows=t.batch_size, length=length, anchors=t.anchors,
       online=config.data.features == 'online')

@@ -33,6 +33,7 @@ _CHOICES = {
     'target.dtype': ('float32', 'bfloat16'),
     'train.compute_dtype': ('bfloat16', 'float32'),
     'train.remat': ('none', 'layers'),
+    'evaluate.checkpoint': ('last', 'best'),
     'evaluate.dtype': ('float32', 'bfloat16'),
     'evaluate.latency_dtype': ('bfloat16', 'float32'),
     'generate.dtype': ('bfloat16', 'float32'),
@@ -40,7 +41,8 @@ _CHOICES = {
 _AT_LEAST_ONE = (
     'data.num_prompts', 'data.max_prompt_tokens', 'data.max_response_tokens',
     'data.generation_batch_size', 'drafter.num_layers', 'train.batch_size',
-    'train.anchors', 'train.head_chunk', 'train.checkpoint_every', 'train.log_every',
+    'train.anchors', 'train.head_chunk', 'train.accumulate', 'train.checkpoint_every', 'train.keep',
+    'train.evaluate_prompts', 'train.log_every',
     'mesh.fsdp', 'mesh.tensor', 'evaluate.num_prompts', 'evaluate.max_new_tokens', 'evaluate.batch_size',
     'evaluate.samples', 'evaluate.bootstrap_samples', 'generate.max_new_tokens', 'generate.num_drafts',
     'mechanisms.num_prompts',
@@ -49,7 +51,7 @@ _AT_LEAST_ONE = (
 _AT_LEAST_ZERO = (
     'seed', 'data.seed', 'data.held_out', 'data.response_temperature', 'drafter.mask_token_id',
     'drafter.window', 'drafter.vocab_size', 'mesh.data', 'train.steps', 'loss.first_error', 'loss.chain',
-    'train.weight_decay', 'evaluate.temperature', 'evaluate.latency_prompts',
+    'train.weight_decay', 'train.evaluate_every', 'evaluate.temperature', 'evaluate.latency_prompts',
     'generate.temperature', 'generate.top_k', 'generate.drafter_temperature', 'generate.tree_size',
 )
 _OR_NONE = {'loss.gamma': float, 'evaluate.prompt_seed': int}  # Their default is None.
@@ -140,12 +142,22 @@ def default(budget: str = '') -> ml_collections.ConfigDict:
   train.head_chunk = 480  # Slots whose logits over the vocabulary are held at once.
   train.compute_dtype = 'bfloat16'  # Of the matmuls' operands; weights and sums stay float32.
   train.remat = 'none'  # Or 'layers': the drafter's are computed once more in the backward pass, which saves memory.
+  # Parts of a batch, computed one after the other: the same gradient in less memory, for a third more work.
+  train.accumulate = 1
+  # Decay of a running mean of the parameters, which is then what is evaluated, exported and generated with; 0: none.
+  train.ema = 0.0
   train.checkpoint_every = 100
+  train.keep = 2  # Checkpoints: the newest ones. The best one stays, too, where some are evaluated.
+  # Steps from one evaluation to the next: held-out prompts are decoded with the drafter as it is; 0: never.
+  train.evaluate_every = 0
+  train.evaluate_prompts = 8  # The last of the held-out ones; `evaluate` takes the first.
   train.log_every = 10
+  train.profile_steps = ()  # (first, end) of the steps whose trace goes to the folder `profile`; (): none.
 
   evaluate = config.evaluate = ml_collections.ConfigDict()
   # Of held_out, trained_on, gsm8k, aime, humaneval, mbpp, livecodebench, mt_bench.
   evaluate.sets = ('held_out', 'humaneval')
+  evaluate.checkpoint = 'last'  # Or the 'best' of those that `train.evaluate_every` has measured.
   evaluate.num_prompts = 24  # Of each set.
   # Which prompts of a benchmark these are: drawn by a seed, or, with None, the first ones.
   evaluate.prompt_seed = config_dict.placeholder(int)
@@ -272,12 +284,12 @@ def use_paper_scale(config: ml_collections.ConfigDict) -> None:
   """
   config.target.dtype = 'bfloat16'
   config.data.update(
-      num_prompts=100_000, held_out=128, max_prompt_tokens=1984, max_response_tokens=2048, response_temperature=0.7,
+      num_prompts=100_000, held_out=160, max_prompt_tokens=1984, max_response_tokens=2048, response_temperature=0.7,
       generation_batch_size=256, features='online')
   config.drafter.update(num_layers=4, block_size=16, window=0, vocab_size=0)
   config.train.update(
-      steps=3 * (100_000 - 128) // 32, batch_size=32, anchors=512, learning_rate=1e-3, warmup_fraction=0.015,
-      head_chunk=2048, checkpoint_every=500, log_every=20)
+      steps=3 * (100_000 - 160) // 32, batch_size=32, anchors=512, learning_rate=1e-3, warmup_fraction=0.015,
+      head_chunk=2048, checkpoint_every=500, evaluate_every=2000, evaluate_prompts=32, log_every=20)
   config.evaluate.update(
       dtype='bfloat16', num_prompts=128, batch_size=32, max_new_tokens=2048, latency_prompts=8)
 
@@ -485,7 +497,7 @@ def _type_problems(config: ml_collections.ConfigDict) -> list[str]:
 def _value_problems(config: ml_collections.ConfigDict) -> list[str]:
   """Values out of range, names that do not exist, files that are not there."""
   flat = flatten(config)
-  data, drafter, evaluate = config.data, config.drafter, config.evaluate
+  data, drafter, train, evaluate = config.data, config.drafter, config.train, config.evaluate
   problems = []
 
   def require(condition: Any, key: str, text: str) -> None:
@@ -522,7 +534,7 @@ def _value_problems(config: ml_collections.ConfigDict) -> list[str]:
   require(data.held_out or 'held_out' not in evaluate.sets, 'data.held_out',
           'must be at least 1, for evaluate.sets has held_out')
 
-  require(config.train.steps != 0 or drafter.init, 'train.steps', 'must be at least 1, or drafter.init be given')
+  require(train.steps != 0 or drafter.init, 'train.steps', 'must be at least 1, or drafter.init be given')
   require(not drafter.init or (pathlib.Path(drafter.init).expanduser() / 'config.json').is_file(), 'drafter.init',
           'no drafter there; give a folder with config.json and safetensors')
   require(drafter.block_size >= 2, 'drafter.block_size',
@@ -533,8 +545,21 @@ def _value_problems(config: ml_collections.ConfigDict) -> list[str]:
           'must be layer numbers from 0, ascending, each once, such as 1,8,14')
   require(config.loss.gamma is None or config.loss.gamma > 0, 'loss.gamma',
           'must be above 0; inf weighs all slots the same')
-  require(0 <= config.train.warmup_fraction < 1, 'train.warmup_fraction',
+  require(0 <= train.warmup_fraction < 1, 'train.warmup_fraction',
           'must be at least 0 and below 1')
+  require(0 <= train.ema < 1, 'train.ema', 'must be at least 0 and below 1')
+  require(train.accumulate < 1 or train.batch_size % train.accumulate == 0, 'train.accumulate',
+          f'must divide train.batch_size={train.batch_size}')
+  window = train.profile_steps
+  require(not window or (len(window) == 2 and all(type(step) is int for step in window)
+                         and 1 <= window[0] < window[1] <= train.steps + 1), 'train.profile_steps',
+          f'must be the first step and the one after the last, as (10, 13), of steps 1 to {train.steps}')
+  reported = evaluate.num_prompts if 'held_out' in evaluate.sets else 0
+  require(not train.evaluate_every or train.evaluate_prompts + reported <= data.held_out, 'train.evaluate_prompts',
+          f'with the {reported} held-out prompts of evaluate.num_prompts, more than the data.held_out={data.held_out} '
+          'that there are, and no prompt may be both; lower one of them or raise that')
+  require(evaluate.checkpoint != 'best' or train.evaluate_every, 'evaluate.checkpoint',
+          'train.evaluate_every=0 measures none; give the steps from one evaluation to the next')
   for name in evaluate.sets:
     require(name in EVALUATION_SETS, 'evaluate.sets',
             f'unknown set {name!r}' + _nearest(str(name), EVALUATION_SETS))

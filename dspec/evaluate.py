@@ -391,6 +391,38 @@ def decode_speculatively(
   return Evaluation(records, seconds, decoder.batch_size, decoder.dtype, decoder.replays)
 
 
+def validator(
+    target: target_lib.Target, target_params: Any, drafter: drafter_lib.Drafter, prompts: Sequence[Prompt], *,
+    max_new_tokens: int
+) -> Callable[[Any], float]:
+  """A function of a drafter's parameters: the accepted length, over all rounds, on a few prompts decoded as one batch.
+
+  At temperature 0. The program is compiled at the first call and takes the parameters as they lie on their devices; all
+  processes call it together, and get the same.
+
+  Args:
+    target: the target.
+    target_params: its parameters.
+    drafter: the drafter; its config holds the decode-time block size.
+    prompts: token ids of each.
+    max_new_tokens: length limit of every answer.
+  """
+  decoders = []
+
+  def validate(drafter_params: Any) -> float:
+    drafter_params = sharding.put(target_lib.cast(drafter_params, drafter.dtype))
+    if not decoders:
+      decoders.append(compile_speculative(
+          target, target_params, drafter, drafter_params, batch_size=len(prompts), max_new_tokens=max_new_tokens))
+    [decoder] = decoders
+    width = max(_widths(decoder, prompts, 'validation'))
+    _, trace = sharding.to_host(
+        decoder.compile(width)(drafter_params, *_rows(prompts, range(len(prompts)), len(prompts), width)))
+    return float(trace.gained_BxR.sum() / max((trace.starts_BxR >= 0).sum(), 1))
+
+  return validate
+
+
 def _widths(decoder: Decoder, prompts: Sequence[Prompt], name: str) -> list[int]:
   lengths, limit = [len(prompt) for prompt in prompts], decoder.width_limit
   if min(lengths) < 1 or max(lengths) > limit:

@@ -1,6 +1,6 @@
 """One experiment from an empty folder to its report: target, data, training of each arm, decoding, tables and plots."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 import contextlib
 import dataclasses
 import hashlib
@@ -42,7 +42,7 @@ from dspec.models import target as target_lib
 # Options that a finished or interrupted run may change: they touch nothing that it has made.
 _FREE = (
     'evaluate.', 'generate.', 'mechanisms.', 'mesh.', 'cache_dir', 'data.generation_batch_size', 'data.prompts_dir',
-    'train.log_every', 'train.checkpoint_every', 'train.remat',
+    'train.log_every', 'train.checkpoint_every', 'train.keep', 'train.profile_steps', 'train.remat', 'train.accumulate',
 )
 
 
@@ -73,7 +73,7 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
   check_workdir(config, workdir)
   mechanisms.check(config)
   for _, arm in arms(config):
-    sharding.check_batch(jax.sharding.get_mesh(), arm.train.batch_size)
+    sharding.check_batch(jax.sharding.get_mesh(), arm.train.batch_size, arm.train.accumulate)
   cache_dir = config_lib.cache_dir(config)
   multihost.check_shared('--workdir', workdir)
   multihost.check_shared('--config.cache_dir', cache_dir)
@@ -99,10 +99,14 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
     data = dataset_lib.prepare(config, cache_dir, target, compute_params, tokenizer, fingerprint)
 
   # ---- Training ----------------------------------------------------------------------------------
+  prompts = {
+      name: evaluation_sets.validation(config, data, target_config, arm.train.evaluate_prompts)
+      for name, arm in arms(config) if arm.train.evaluate_every}
   trained = []
   for name, arm in arms(config):
     with stage('training'):
-      arm_params, summary = train.run(arm, workdir / name, data, target, compute_params)
+      validate = validator(arm, target_config, params, prompts[name]) if name in prompts else None
+      arm_params, summary = train.run(arm, workdir / name, data, target, compute_params, validate)
     trained.append((name, arm, arm_params, summary))
   del compute_params
 
@@ -174,11 +178,33 @@ def arms(config: ml_collections.ConfigDict) -> list[tuple[str, ml_collections.Co
   return [(name, config_lib.apply_overrides(config, overrides)) for name, overrides in config.arms]
 
 
+def validator(
+    config: ml_collections.ConfigDict, target_config: target_lib.TargetConfig, params: Any,
+    prompts: Sequence[evaluate.Prompt]
+) -> Callable[[Any], float]:
+  """What `train.run` measures an arm's drafter with: decoding as in the evaluation, at temperature 0.
+
+  Args:
+    config: of the arm.
+    target_config: the target's.
+    params: its parameters, as they are held.
+    prompts: see `evaluation_sets.validation`.
+  """
+  e, dtype = config.evaluate, jnp.dtype(config.evaluate.dtype)
+  shape = train.make_drafter_config(config, target_config)
+  shape = dataclasses.replace(shape, block_size=e.block_size or shape.block_size)
+  target, drafter = target_lib.Target(target_config, dtype), drafter_lib.Drafter(shape, dtype)
+  return evaluate.validator(
+      target, target_lib.cast(params, dtype), drafter, prompts, max_new_tokens=e.max_new_tokens)
+
+
 def check_workdir(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> None:
   """Refuses a folder that holds another experiment's run, which this one would overwrite.
 
+  An option that a run of an earlier version did not know has its default, which changes nothing.
+
   Raises:
-    UserError: with the options that differ.
+    UserError: with the options that differ, and both their values.
   """
   path = workdir / 'config.json'
   if workdir.exists() and not workdir.is_dir():
@@ -189,12 +215,22 @@ def check_workdir(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> N
     old = json.loads(path.read_text())
   except ValueError as error:
     raise UserError(f'{path} is damaged ({error}); give another --workdir') from error
-  differing = [k for k in config_lib.differences(config, old) if not k.startswith(_FREE)]
+  flat = lambda of: config_lib.flatten(config_lib.to_dict(of))
+  new, old = _of_arms(flat(config)), _of_arms(flat(config_lib.default()) | flat(old))
+  differing = [k for k in config_lib.differences(new, old) if not k.startswith(_FREE)]
   if differing:
+    value = lambda of, key: of.get(key, 'not set')
+    listed = '; '.join(f'{key}: {value(old, key)} there, {value(new, key)} here' for key in differing)
     raise UserError(
-        f'--workdir={workdir} holds a run with another configuration; they differ in {", ".join(differing)}. '
+        f'--workdir={workdir} holds a run with another configuration, which differs in {listed}. '
         'Give another --workdir, or the options of that run to resume it.'
     )
+
+
+def _of_arms(flat: Mapping[str, Any]) -> dict[str, Any]:
+  """A flat config whose arms are names, and their options keys of their own."""
+  options = {f'arms.{name}.{key}': value for name, changes in flat['arms'] for key, value in changes.items()}
+  return {**flat, 'arms': [name for name, _ in flat['arms']], **options}
 
 
 def evaluate_arms(

@@ -71,7 +71,7 @@ def run(config: ml_collections.ConfigDict, workdir: str, format: str, out: str) 
         dflash.save_dflash(folder, drafter, params, target)
       else:
         dflash.save_speculators(folder, drafter, params, target, target_params, target_name)
-      measured = _measured(workdir / 'report.json', name)
+      measured = _measured(workdir / 'report.json', name, config.evaluate.checkpoint)
       (folder / 'README.md').write_text(model_card(arm, drafter, target, format, target_name, measured), 'utf-8')
       os.replace(folder, out)
   except OSError as error:
@@ -88,11 +88,14 @@ def _check_out(out: str) -> pathlib.Path:
   return path
 
 
-def _measured(path: pathlib.Path, arm_name: str) -> dict[str, Any] | None:
-  """The arm's part of a report; None if there is none."""
+def _measured(path: pathlib.Path, arm_name: str, checkpoint: str) -> dict[str, Any] | None:
+  """The arm's part of a report; None if there is none, or it is of another checkpoint."""
   if not path.exists():
     return None
-  return next((arm for arm in json.loads(path.read_text())['arms'] if arm['name'] == arm_name), None)
+  report = json.loads(path.read_text())
+  if report['config']['evaluate'].get('checkpoint', 'last') != checkpoint:
+    return None
+  return next((arm for arm in report['arms'] if arm['name'] == arm_name), None)
 
 
 def model_card(

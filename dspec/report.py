@@ -13,6 +13,7 @@ from dspec import paper
 _COLOURS = ('#0072B2', '#D55E00', '#009E73', '#CC79A7', '#E69F00', '#56B4E9', '#000000')
 _CURVES = {  # Key of a training record -> title of its panel.
     'accepted_length': 'accepted length (training blocks)',
+    'validation_accepted_length': 'accepted length (held-out prompts)',
     'loss': 'objective (differs between arms)',
     'cross_entropy': 'cross-entropy',
     'first_error': 'first-error term',
@@ -68,7 +69,8 @@ def write(workdir: str | pathlib.Path, results: Mapping[str, Any]) -> str:
       target also has published: a key of `dspec.config.TARGETS`, '' for another one;
       sets: {name: what is known of its source}; missing_sets: names of those that could not be had;
       arms: list of {name, loss: {gamma, first_error, chain}, train: {name: number},
-        curve: [{step, and any of loss, accepted_length, cross_entropy, ...}], sets: {name: S},
+        curve: [{step, and any of loss, accepted_length, cross_entropy, ..., or of validation_accepted_length}],
+        sets: {name: S},
         mean: {mean, interval [2], gain} over the benchmarks, or None}.
         latency: as sets, of prompts decoded one at a time; may be empty.
       costs: {arm: {step, draft: {K: .}, verify: {K: .}}}, seconds for one prompt, see `dspec.decoding.costs`; arms may

@@ -52,17 +52,18 @@ def make_mesh(config: ml_collections.ConfigDict, devices: Sequence[Any] | None =
       (data, m.fsdp, m.tensor), AXES, axis_types=(AxisType.Auto,) * len(AXES), devices=devices)
 
 
-def check_batch(mesh: Mesh, size: int) -> None:
-  """Refuses a training batch that the mesh does not divide.
+def check_batch(mesh: Mesh, size: int, parts: int = 1) -> None:
+  """Refuses a training batch that the mesh does not divide, or, of an accumulated one, its parts.
 
   Raises:
-    UserError: with both numbers.
+    UserError: with the numbers.
   """
   data, fsdp = mesh.shape['data'], mesh.shape['fsdp']
-  if size % (data * fsdp):
+  if size % (data * fsdp * parts):
     raise UserError(
-        f'--config.train.batch_size={size} is not a multiple of {data * fsdp}, the groups of devices that share a '
-        f'batch: mesh.data={data} times mesh.fsdp={fsdp}')
+        f'--config.train.batch_size={size} is not a multiple of {data * fsdp * parts}, the groups of devices that '
+        f'share a batch{" times its parts" if parts > 1 else ""}: mesh.data={data} times mesh.fsdp={fsdp}'
+        + (f' times train.accumulate={parts}' if parts > 1 else ''))
 
 
 def spec(path: Sequence[str]) -> PartitionSpec:

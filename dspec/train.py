@@ -1,8 +1,8 @@
 """Trains one drafter: read it from top to bottom."""
 
+from collections.abc import Callable
 import contextlib
 import functools
-import json
 import pathlib
 import signal
 import time
@@ -17,7 +17,8 @@ import numpy as np
 import optax
 import tqdm
 
-from dspec import json_lines
+from dspec import accumulation
+from dspec import metrics as metrics_lib
 from dspec import multihost
 from dspec import sharding
 from dspec.checkpoints import dflash
@@ -25,7 +26,7 @@ from dspec.checkpoints import training as checkpoints
 from dspec.data import dataset as dataset_lib
 from dspec.data import features as features_lib
 from dspec.data import pipeline
-from dspec.losses import Objective, objective, score_slots_chunked
+from dspec.losses import Objective, SlotScores, objective, score_slots_chunked
 from dspec.models import drafter as drafter_lib
 from dspec.models import masks
 from dspec.models import target as target_lib
@@ -45,6 +46,27 @@ class TrainState:
   params: Any
   opt_state: Any
 
+  @property
+  def result(self) -> Any:
+    """The parameters that a run is for."""
+    return self.params
+
+
+@flax.struct.dataclass
+class AveragedState(TrainState):
+  """What it holds with `train.ema` = d.
+
+  Attributes:
+    ema: the running mean of the parameters that are trained: e_t = d * e_(t-1) + (1-d) * p_t from e_0 = p_0, the
+      initial ones; it is not debiased.
+  """
+
+  ema: Any
+
+  @property
+  def result(self) -> Any:
+    return {**self.params, **self.ema}
+
 
 def make_optimizer(config: ml_collections.ConfigDict) -> optax.GradientTransformation:
   """AdamW with linear warm-up, cosine decay to zero and clipping by the global norm; norm scales do not decay."""
@@ -60,21 +82,29 @@ def make_optimizer(config: ml_collections.ConfigDict) -> optax.GradientTransform
   )
 
 
-def loss_fn(
-    params: Any,
-    batch: dict[str, jax.Array],
-    *,
-    drafter: drafter_lib.Drafter,
-    target_params: Any,
-    spec: Objective,
-    head_chunk: int,
-):
-  """The objective of a batch from `pipeline.batches` that has its features.
+def loss_fn(params: Any, batch: dict[str, jax.Array], *, spec: Objective, **models):
+  """The objective of a batch, see `score`.
 
   All sums run over the whole batch, whatever devices hold it, before anything is divided.
 
   Returns:
     (loss, ObjectiveAux).
+  """
+  return objective(*score(params, batch, **models), spec)
+
+
+def score(
+    params: Any,
+    batch: dict[str, jax.Array],
+    *,
+    drafter: drafter_lib.Drafter,
+    target_params: Any,
+    head_chunk: int,
+) -> tuple[SlotScores, jax.Array]:
+  """What the objective sees of a batch from `pipeline.batches` that has its features.
+
+  Returns:
+    (scores, which slots are valid), [B, A, S].
   """
   k = drafter.config.block_size
   anchors_BxA, tokens_BxT = batch['anchors'], batch['tokens']
@@ -96,11 +126,12 @@ def loss_fn(
       drafter_lib.draft_slots(hidden, drafter.config), head, labels, valid, chunk_size=head_chunk,
       compute_dtype=drafter.dtype,
   )
-  return objective(scores, valid, spec)
+  return scores, valid
 
 
 def init_state(
-    key: jax.Array, batch: dict[str, jax.Array], target_params, draft_ids, given=None, *, optimizer, target, drafter
+    key: jax.Array, batch: dict[str, jax.Array], target_params, draft_ids, given=None, *, optimizer, target, drafter,
+    ema: float = 0.0
 ) -> TrainState:
   """Fresh parameters and optimizer state; a pure function, to be jitted with the keyword arguments bound.
 
@@ -117,9 +148,16 @@ def init_state(
     optimizer: see `make_optimizer`.
     target: the target.
     drafter: the drafter.
+    ema: as `train.ema`.
   """
+  def state(params):
+    trained = _split(params)[0]
+    parts = jnp.zeros((), jnp.int32), params, optimizer.init(trained)
+    # A copy, for the step gives both buffers away.
+    return AveragedState(*parts, jax.tree.map(jnp.copy, trained)) if ema else TrainState(*parts)
+
   if given is not None:
-    return TrainState(jnp.zeros((), jnp.int32), given, optimizer.init(_split(given)[0]))
+    return state(given)
   params = init_params(drafter, key)
   batch = _with_features(batch, target, target_params, drafter.config)
   # Of the answers only: the first tokens of a prompt often carry activations like no other token's.
@@ -129,7 +167,7 @@ def init_state(
   params['feature_scale'] = jnp.where(mean_square > 0, jax.lax.rsqrt(mean_square), 1.0)
   if draft_ids is not None:
     params['draft_ids'] = draft_ids
-  return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(_split(params)[0]))
+  return state(params)
 
 
 def _split(params):
@@ -147,19 +185,27 @@ def _with_features(batch, target, target_params, drafter_config):
 
 
 def train_step(
-    state: TrainState, batch, target_params, *, optimizer, target, drafter, spec, head_chunk
+    state: TrainState, batch, target_params, *, optimizer, target, drafter, spec, head_chunk, accumulate=1, ema=0.0
 ) -> tuple[TrainState, dict[str, jax.Array]]:
   """One step; a pure function, to be jitted with the keyword arguments bound."""
-  batch = _with_features(batch, target, target_params, drafter.config)
-  loss = functools.partial(
-      loss_fn, batch=batch, drafter=drafter, target_params=target_params, spec=spec, head_chunk=head_chunk,
-  )
   trained, measured = _split(state.params)
-  value_and_grad = jax.value_and_grad(lambda trained: loss({**trained, **measured}), has_aux=True)
-  (value, aux), gradients = value_and_grad(trained)
+  models = {'drafter': drafter, 'target_params': target_params, 'head_chunk': head_chunk}
+  prepare = lambda batch: _with_features(batch, target, target_params, drafter.config)
+  if accumulate > 1:
+    # A part may have fewer slots than a chunk, which would be filled up.
+    models['head_chunk'] = min(head_chunk, batch['anchors'].size // accumulate * (drafter.config.block_size - 1))
+    (value, aux), gradients = accumulation.value_and_grad(
+        prepare, lambda trained, batch: score({**trained, **measured}, batch, **models),
+        lambda scores, valid: objective(scores, valid, spec), trained, batch, accumulate)
+  else:
+    loss = functools.partial(loss_fn, batch=prepare(batch), spec=spec, **models)
+    value_and_grad = jax.value_and_grad(lambda trained: loss({**trained, **measured}), has_aux=True)
+    (value, aux), gradients = value_and_grad(trained)
   updates, opt_state = optimizer.update(gradients, state.opt_state, trained)
-  params = {**optax.apply_updates(trained, updates), **measured}
-  state = state.replace(step=state.step + 1, params=params, opt_state=opt_state)
+  trained = optax.apply_updates(trained, updates)
+  state = state.replace(step=state.step + 1, params={**trained, **measured}, opt_state=opt_state)
+  if ema:
+    state = state.replace(ema=optax.incremental_update(trained, state.ema, 1 - ema))
   metrics = {'loss': value, 'gradient_norm': optax.global_norm(gradients), **vars(aux)}
   return state, metrics
 
@@ -192,6 +238,7 @@ def run(
     data: dataset_lib.Dataset,
     target: target_lib.Target,
     target_params: Any,
+    validate: Callable[[Any], float] | None = None,
 ) -> tuple[Any, dict[str, Any]]:
   """Trains to the end of the schedule, from the newest checkpoint if there is one.
 
@@ -201,22 +248,25 @@ def run(
     data: see `dspec.data.dataset`.
     target: the target in the compute dtype.
     target_params: its parameters, already in that dtype.
+    validate: parameters on their devices -> accepted length on held-out prompts, see `evaluate.validator`; called in
+      all processes, every `train.evaluate_every` steps and after the last one, where that is not 0.
 
   Returns:
-    (drafter parameters as float32 numpy arrays, a summary for the report).
+    (drafter parameters as float32 numpy arrays, a summary for the report). The parameters are those of
+    `evaluate.checkpoint`, and with `train.ema` their running mean.
 
   Raises:
     FloatingPointError: on a loss or gradient that is not finite, with its step.
     KeyboardInterrupt: after a stop signal, once the state is saved.
-    UserError: a checkpoint that does not match.
+    UserError: a checkpoint that does not match, or a full disk.
   """
   # ---- What is trained, on what -----------------------------------------------------------------
   t = config.train
   given = dflash.load_drafter(config.drafter.init)[1] if config.drafter.init else None
   if not t.steps:
-    return given, _summary(t.steps, 0.0, 0, [], given, data)
+    return given, _summary(t, 0.0, 0, 0, [], given, data)
   mesh = sharding.make_mesh(config)
-  sharding.check_batch(mesh, t.batch_size)
+  sharding.check_batch(mesh, t.batch_size, t.accumulate)
   drafter = drafter_lib.Drafter(make_drafter_config(config, target.config), jnp.dtype(t.compute_dtype), t.remat)
   spec = Objective(config.loss.gamma, config.loss.first_error, config.loss.chain, config.loss.reduction)
   optimizer = make_optimizer(config)
@@ -228,31 +278,30 @@ def run(
   models = {'optimizer': optimizer, 'target': target, 'drafter': drafter}
 
   # ---- From the beginning, or where it left off ---------------------------------------------------
-  manager = checkpoints.open_manager(folder / 'checkpoints')
-  metrics_path = folder / 'metrics.jsonl'
+  manager = checkpoints.open_manager(folder / 'checkpoints', t.keep, writes=True)
   draft_ids = None
   if drafter.config.vocab_size:
     draft_ids = drafter_lib.draft_vocabulary(data.answer_counts, drafter.config.vocab_size)
   with jax.set_mesh(mesh):
     target_params = sharding.put(target_params)
     key, batch, *others = jax.random.key(config.seed), next(iter(batches)), target_params, draft_ids, given
-    init = functools.partial(init_state, **models)
+    init = functools.partial(init_state, **models, ema=t.ema)
     shapes = jax.eval_shape(init, key, batch, *others)
     shardings = sharding.of(mesh, shapes)
+    shapes = jax.tree.map(lambda x, where: x.update(sharding=where), shapes, shardings)
     if manager.latest_step() is None:
       # out_shardings here too: without them the optimizer's moments may land elsewhere.
       state = jax.jit(init, out_shardings=shardings)(key, sharding.put_batch(mesh, batch), *others)
     else:
-      shapes = jax.tree.map(lambda x, where: x.update(sharding=where), shapes, shardings)
       state = checkpoints.restore(manager, shapes, iterator)
       logging.info('resuming %s at step %d of %d', folder, state.step, t.steps)
   step_fn = jax.jit(
-      functools.partial(train_step, **models, spec=spec, head_chunk=t.head_chunk),
+      functools.partial(
+          train_step, **models, spec=spec, head_chunk=t.head_chunk, accumulate=t.accumulate, ema=t.ema),
       donate_argnums=0,
       out_shardings=(shardings, sharding.replicated(mesh)),
   )
   start = int(state.step)
-  curve = _read_curve(metrics_path, start) if multihost.is_first() else []
 
   # ---- The loop: metrics are fetched one step late, so that the device never waits ----------------
   def log(step, metrics):
@@ -269,45 +318,69 @@ def run(
     bar.set_postfix(loss=f'{metrics["loss"]:.3f}', accepted=f'{metrics["accepted_length"]:.2f}', refresh=False)
     bar.update()
     if step % t.log_every == 0 or step == t.steps:
-      record = {'step': step, **metrics, 'seconds': seconds, 'slots_per_second': metrics['num_slots'] / seconds}
-      curve.append(record)
-      if multihost.is_first():
-        with metrics_path.open('a') as file:
-          file.write(json.dumps(record) + '\n')
+      checkpoints.check(manager)
+      writer.write(
+          {'step': step, **metrics, 'seconds': seconds, 'slots_per_second': metrics['num_slots'] / seconds})
+
+  def evaluate(step, state):
+    begin = time.perf_counter()
+    length = validate(state.result)
+    logging.info('step %d: accepted length %.3f on held-out prompts', step, length)
+    writer.write({'step': step, 'validation_accepted_length': length, 'seconds': time.perf_counter() - begin})
+    return length
 
   begin = last = time.perf_counter()
   pending = None
-  with jax.set_mesh(mesh), stop_signals() as stopped, tqdm.tqdm(
-      total=t.steps, initial=start, desc=f'training {folder.name}', unit='step', smoothing=0.05,
-      disable=not multihost.is_first()
-  ) as bar:
+  with (
+      jax.set_mesh(mesh), stop_signals() as stopped, checkpoints.explained(manager),
+      contextlib.closing(metrics_lib.Writer(folder, start)) as writer,
+      metrics_lib.profile(folder / 'profile', t.profile_steps) as before_step,
+      tqdm.tqdm(
+          total=t.steps, initial=start, desc=f'training {folder.name}', unit='step', smoothing=0.05,
+          disable=not multihost.is_first()) as bar,
+  ):
     for step in range(start + 1, t.steps + 1):
+      before_step(step, state)
       state, metrics = step_fn(state, sharding.put_batch(mesh, next(iterator)), target_params)
       if pending:
         log(*pending)
       pending = step, metrics
       stop = multihost.reached_stop(bool(stopped))
-      if step % t.checkpoint_every == 0 or step == t.steps or stop:
+      due = t.evaluate_every and (step % t.evaluate_every == 0 or step == t.steps)
+      if step % t.checkpoint_every == 0 or step == t.steps or due or stop:
         log(*pending)
         pending = None
-        checkpoints.save(manager, step, state, iterator)
+        checkpoints.save(manager, step, state, iterator, evaluate(step, state) if due else None)
         last = time.perf_counter()
       if stop:
         manager.close()
         logging.info('stopped; saved step %d', step)
         raise KeyboardInterrupt
+    manager.wait_until_finished()
   seconds = time.perf_counter() - begin
+
+  # ---- What is evaluated --------------------------------------------------------------------------
+  evaluated = checkpoints.best_step(manager) if config.evaluate.checkpoint == 'best' else t.steps
+  if evaluated != t.steps:
+    del state  # Its memory is needed.
+    with jax.set_mesh(mesh):
+      state = checkpoints.restore(manager, shapes, step=evaluated)
   manager.close()
-  params = sharding.to_host(state.params)
-  return params, _summary(t.steps, seconds, t.steps - start, curve, params, data)
+  params = sharding.to_host(state.result)
+  return params, _summary(t, seconds, t.steps - start, evaluated, writer.curve, params, data)
 
 
-def _summary(steps, seconds, steps_this_run, curve, params, data: dataset_lib.Dataset) -> dict[str, Any]:
+def _summary(
+    t, seconds, steps_this_run, evaluated_step, curve, params, data: dataset_lib.Dataset
+) -> dict[str, Any]:
+  speeds = [record['slots_per_second'] for record in curve if 'slots_per_second' in record]
   return {
-      'steps': steps,
+      'steps': t.steps,
       'seconds': seconds,
       'steps_this_run': steps_this_run,
-      'slots_per_second': float(np.median([r['slots_per_second'] for r in curve])) if curve else 0.0,
+      'evaluated_step': evaluated_step,
+      'ema': t.ema,
+      'slots_per_second': float(np.median(speeds)) if speeds else 0.0,
       'drafter_parameters': sum(x.size for x in jax.tree.leaves(_split(params)[0])),
       'draft_vocabulary_coverage': data.coverage(params['draft_ids']) if 'draft_ids' in params else 1.0,
       'curve': curve,
@@ -317,7 +390,7 @@ def _summary(steps, seconds, steps_this_run, curve, params, data: dataset_lib.Da
 def trained_params(config: ml_collections.ConfigDict, folder: pathlib.Path) -> Any:
   """What `run` has left in the folder of an arm, or the drafter that it was given where nothing is trained."""
   if config.train.steps:
-    return checkpoints.restore_params(folder / 'checkpoints')
+    return checkpoints.restore_params(folder / 'checkpoints', best=config.evaluate.checkpoint == 'best')
   return dflash.load_drafter(config.drafter.init)[1]
 
 
@@ -340,12 +413,3 @@ def init_params(drafter: drafter_lib.Drafter, key: jax.Array) -> Any:
   features = jnp.zeros((1, 1, len(c.target_layers) * c.width))
   embeddings = jnp.zeros((1, 1, c.block_size, c.width))
   return drafter.init(key, features, embeddings, jnp.zeros((1, 1), jnp.int32))['params']
-
-
-def _read_curve(path: pathlib.Path, step: int) -> list[dict[str, Any]]:
-  """The metrics up to a step; later ones, from a run that went on past its checkpoint, are removed."""
-  found = json_lines.read_whole(path)
-  records = [record for record in found if record['step'] <= step]
-  if len(records) < len(found):
-    path.write_text(''.join(json.dumps(record) + '\n' for record in records))
-  return records

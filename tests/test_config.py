@@ -184,6 +184,21 @@ def test_unknown_budget_names_the_nearest():
     ('train.compute_dtype', 'bfloat', 'did you mean bfloat16?'),
     ('train.checkpoint_every', 0, 'at least 1'),
     ('train.log_every', 0, 'at least 1'),
+    ('train.accumulate', 0, 'at least 1'),
+    ('train.accumulate', 5, 'must divide train.batch_size=64'),
+    ('train.ema', 1.0, 'at least 0 and below 1'),
+    ('train.ema', float('nan'), 'at least 0 and below 1'),
+    ('train.keep', 0, 'at least 1'),
+    ('train.evaluate_every', -1, 'at least 0'),
+    ('train.evaluate_prompts', 0, 'at least 1'),
+    ('train.profile_steps', (3, 3), 'the first step and the one after the last, as (10, 13), of steps 1 to 800'),
+    ('train.profile_steps', (5, 3), 'the first step'),
+    ('train.profile_steps', (0, 3), 'the first step'),
+    ('train.profile_steps', (3, 802), 'the first step'),
+    ('train.profile_steps', (3,), 'the first step'),
+    ('train.profile_steps', (3, 4.5), 'the first step'),
+    ('evaluate.checkpoint', 'bet', 'did you mean best?'),
+    ('evaluate.checkpoint', 'best', 'train.evaluate_every=0 measures none'),
     ('evaluate.sets', ('heldout',), "unknown set 'heldout'; did you mean held_out?"),
     ('evaluate.sets', ('humaneval', 'humaneval'), 'twice'),
     ('evaluate.prompt_seed', -1, 'must be at least 0'),
@@ -232,9 +247,23 @@ def test_every_leaf_is_checked_for_its_type():
     {'data__prompts': 'tfds:gsm8k:train:question'},
     {'data__prompts': __file__},
     {'target__path': __file__, 'target__package': ''},
+    {'train__profile_steps': (800, 801)},
+    {'train__evaluate_every': 5, 'evaluate__checkpoint': 'best', 'train__accumulate': 64, 'train__ema': 0.999},
+    # 40 are held out, and 24 of them reported.
+    {'train__evaluate_every': 5, 'train__evaluate_prompts': 16},
+    {'train__evaluate_every': 5, 'train__evaluate_prompts': 40, 'evaluate__sets': ('humaneval',)},
 ])
 def test_edges_that_are_fine(changes):
   config_lib.validate(_with(**changes))
+
+
+@pytest.mark.parametrize('sets, reported, count', [(('held_out',), 24, 17), (('humaneval',), 0, 41)])
+def test_no_prompt_is_chosen_by_and_reported(sets, reported, count):
+  problems = _problems(
+      _with(train__evaluate_every=5, train__evaluate_prompts=count, evaluate__sets=sets))
+  assert problems == [
+      f'--config.train.evaluate_prompts={count}: with the {reported} held-out prompts of evaluate.num_prompts, more '
+      'than the data.held_out=40 that there are, and no prompt may be both; lower one of them or raise that']
 
 
 def test_all_problems_come_at_once():

@@ -525,3 +525,18 @@ def test_drafters_share_a_reference(decoded):
   micro = [sum(r.gained for r in e.records) / sum(r.rounds for r in e.records)
            for e in (first, second)]
   assert got['micro'] == pytest.approx(micro[0] / micro[1] - 1)
+
+
+def test_validation_is_the_accepted_length_of_an_evaluation(tiny, decoded, monkeypatch):
+  """Of each drafter, over all rounds; and no drafter compiles it again."""
+  target, params, drafter, drafters = tiny
+  reference, evaluations = decoded
+  compiled, compile_ = [], evaluate.compile_speculative
+  monkeypatch.setattr(
+      evaluate, 'compile_speculative', lambda *args, **options: compiled.append(options) or compile_(*args, **options))
+  chosen = range(3, 11)
+  validate = evaluate.validator(target, params, drafter, [reference.prompts[i] for i in chosen], max_new_tokens=LIMIT)
+  for drafter_params, evaluation in zip(drafters, evaluations):
+    sums = evaluate.sums([evaluation.records[i] for i in chosen])
+    assert validate(drafter_params) == pytest.approx(sums[0].sum() / sums[1].sum(), rel=1e-12)
+  assert compiled == [{'batch_size': 8, 'max_new_tokens': LIMIT}]

@@ -23,7 +23,9 @@ PNG = b'\x89PNG\r\n\x1a\n'
 def command(workdir, *words):
   return [
       sys.executable, '-m', 'dspec.main', f'--config={ROOT}/experiments/chain_loss.py:smoke',
-      '--config.evaluate.sets=("held_out",)', f'--workdir={workdir}', *words]
+      '--config.evaluate.sets=("held_out",)', '--config.train.evaluate_every=4', '--config.train.evaluate_prompts=2',
+      '--config.evaluate.checkpoint=best', '--config.train.ema=0.5', '--config.train.accumulate=2',
+      f'--workdir={workdir}', *words]
 
 
 @pytest.fixture(scope='module')
@@ -37,11 +39,12 @@ def environment(smollm2_path, tmp_path_factory):
 
 @pytest.fixture(scope='module')
 def smoke(environment, tmp_path_factory):
-  """(folder, what was printed) of a whole run of the main experiment's smallest budget."""
+  """(folder, what was printed) of a whole run of the main experiment's smallest budget, with what long runs have."""
   folder = tmp_path_factory.mktemp('smoke') / 'work'
   done = subprocess.run(
       command(folder), env=environment, capture_output=True, text=True, timeout=600, check=False)
   assert done.returncode == 0, done.stderr
+  assert f'compiled programs: {environment["DSPEC_CACHE_DIR"]}/xla\n' in done.stderr
   return folder, done.stdout
 
 
@@ -51,8 +54,14 @@ def test_from_nothing_to_a_report(smoke):
   assert results['data']['training_prompts'] <= 20 and results['data']['held_out_prompts'] == 4
   [arm] = results['arms']
   assert arm['loss'] == {'gamma': 10.0, 'first_error': 0.3, 'chain': 40.0}
-  assert [record['step'] for record in arm['curve']] == [1, 2, 3, 4, 5, 6]
-  assert all(np.isfinite(record['loss']) for record in arm['curve'])
+  steps = [record for record in arm['curve'] if 'loss' in record]
+  assert [record['step'] for record in steps] == [1, 2, 3, 4, 5, 6]
+  assert all(np.isfinite(record['loss']) for record in steps)
+  lengths = {
+      record['step']: record['validation_accepted_length'] for record in arm['curve'] if record not in steps}
+  assert list(lengths) == [4, 6] and all(1 <= length <= 16 for length in lengths.values())
+  best = max(lengths, key=lambda step: (lengths[step], step))
+  assert (arm['train']['evaluated_step'], arm['train']['ema']) == (best, 0.5)
 
   measured = arm['sets']['held_out']
   assert measured['dtype'] == 'float32'
@@ -162,9 +171,42 @@ def test_a_folder_of_another_run(tmp_path):
   experiment.check_workdir(config, tmp_path)
   free = config_lib.apply_overrides(config, {'evaluate.num_prompts': 3, 'train.log_every': 7})
   experiment.check_workdir(free, tmp_path)
-  for key, value in (('train.steps', 401), ('seed', 1), ('data.num_prompts', 641), ('loss.gamma', 3.0)):
-    with pytest.raises(UserError, match=f'differ in {key}. '):
-      experiment.check_workdir(config_lib.apply_overrides(config, {key: value}), tmp_path)
+  for key, old, new in (
+      ('train.steps', 800, 401), ('seed', 0, 1), ('data.num_prompts', 700, 641), ('loss.gamma', None, 3.0),
+      ('train.ema', 0.0, 0.5), ('train.evaluate_every', 0, 7)):
+    with pytest.raises(UserError, match=f'differs in {key}: {old} there, {new} here. '):
+      experiment.check_workdir(config_lib.apply_overrides(config, {key: new}), tmp_path)
+  with pytest.raises(UserError, match='loss.chain: 0.0 there, 2.0 here; seed: 0 there, 1 here. Give'):
+    experiment.check_workdir(config_lib.apply_overrides(config, {'seed': 1, 'loss.chain': 2.0}), tmp_path)
+
+
+def test_a_folder_of_other_arms(tmp_path):
+  """Each option of an arm is named with its arm."""
+  config = config_lib.default()
+  arms = lambda *of: config_lib.apply_overrides(config, {'arms': of})
+  old = arms(('a', {'loss.gamma': 7.0}), ('b', {'train.steps': 9}))
+  (tmp_path / 'config.json').write_text(config_lib.to_json(old))
+  experiment.check_workdir(old, tmp_path)
+  for new, text in (
+      (arms(('a', {'loss.gamma': 8.0}), ('b', {'train.steps': 9})), 'arms.a.loss.gamma: 7.0 there, 8.0 here. Give'),
+      (arms(('a', {'loss.gamma': 7.0}), ('b', {})), 'arms.b.train.steps: 9 there, not set here. Give'),
+      (arms(('a', {'loss.gamma': 7.0})), r"arms: \['a', 'b'\] there, \['a'\] here; arms.b.train.steps: 9 there, not set")):
+    with pytest.raises(UserError, match='differs in ' + text):
+      experiment.check_workdir(new, tmp_path)
+
+
+def test_a_folder_of_an_earlier_version(tmp_path):
+  """What it did not know yet has its default."""
+  config = config_lib.default()
+  old = config_lib.to_dict(config)
+  del old['train']['ema'], old['train']['accumulate'], old['evaluate']['checkpoint']
+  (tmp_path / 'config.json').write_text(json.dumps(old))
+  experiment.check_workdir(config, tmp_path)
+  with pytest.raises(UserError, match='differs in train.ema: 0.0 there, 0.5 here. '):
+    experiment.check_workdir(config_lib.apply_overrides(config, {'train.ema': 0.5}), tmp_path)
+  (tmp_path / 'config.json').write_text(json.dumps({**old, 'gone': 3}))
+  with pytest.raises(UserError, match='differs in gone: 3 there, '):
+    experiment.check_workdir(config, tmp_path)
 
 
 def test_a_damaged_or_impossible_folder(tmp_path):

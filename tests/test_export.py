@@ -82,7 +82,7 @@ def finish(config, workdir, params, tmp_path, step=STEPS):
       'speculative_tokens_per_second': 2.0, 'autoregressive_tokens_per_second': 1.0}
   loss = {'gamma': None, 'first_error': 0.0, 'chain': 0.0}
   arms = [{'name': name, 'loss': loss, 'sets': {name: measured}} for name, _ in ARMS]
-  (workdir / 'report.json').write_text(json.dumps({'arms': arms}))
+  (workdir / 'report.json').write_text(json.dumps({'arms': arms, 'config': {'evaluate': {}}}))
   return workdir
 
 
@@ -123,6 +123,28 @@ def test_without_a_report(config, loads, params, tmp_path):
   (workdir / 'report.json').unlink()
   (tmp_path / 'out').mkdir()  # An empty folder will do.
   export.run(config, str(workdir), 'dflash', str(tmp_path / 'out'))
+  assert 'It was not measured.' in (tmp_path / 'out' / 'README.md').read_text()
+
+
+def test_a_report_of_another_checkpoint(config, loads, params, target, tmp_path):
+  """The best one is written, and the card does not give it the accepted length of the last one."""
+  workdir = finish(config, tmp_path / 'work', params, tmp_path)
+  config.train.update(evaluate_every=3, evaluate_prompts=2)
+  config.evaluate.checkpoint = 'best'
+  (workdir / 'config.json').write_text(config_lib.to_json(config))
+  with checkpoints.open_manager(workdir / 'second' / 'checkpoints') as manager:
+    better = {**params, 'fc': {'kernel': 2 * params['fc']['kernel']}}
+    state = train.TrainState(jnp.array(1), better, ())
+    step = config.train.steps + 1
+    rows = features.write(tmp_path / 'rows', None, None, [(list(range(9)), [False] * 2 + [True] * 7)] * 4, ())
+    iterator = iter(pipeline.batches(rows, seed=0, batch_size=2, length=10, anchors=2))
+    checkpoints.save(manager, step, state, iterator, 1.5)
+    checkpoints.save(manager, step + 1, train.TrainState(jnp.array(2), params, ()), iterator)
+  export.run(config, str(workdir), 'dflash', str(tmp_path / 'out'))
+  _, got, _ = dflash.load_drafter(tmp_path / 'out')
+  half = lambda x: np.asarray(jnp.asarray(x).astype(jnp.bfloat16).astype(jnp.float32))
+  np.testing.assert_array_equal(
+      got['fc']['kernel'], half(better['fc']['kernel'] * params['feature_scale'][:, None]))
   assert 'It was not measured.' in (tmp_path / 'out' / 'README.md').read_text()
 
 

@@ -21,7 +21,8 @@ from dspec.checkpoints import training
 ROOT = pathlib.Path(__file__).parents[1]
 STEPS, EVERY = 60, 5
 CHANGES = {
-    'train.steps': STEPS, 'train.checkpoint_every': EVERY, 'mesh.data': 2, 'mesh.fsdp': 2, 'mesh.tensor': 2}
+    'train.steps': STEPS, 'train.checkpoint_every': EVERY, 'mesh.data': 2, 'mesh.fsdp': 2, 'mesh.tensor': 2,
+    'train.accumulate': 2, 'train.ema': 0.9, 'train.evaluate_every': 25, 'evaluate.checkpoint': 'best'}
 INTERRUPTED = 130  # What a stopped run exits with.
 
 
@@ -110,7 +111,7 @@ def undisturbed(scratch):
   run = Run(scratch, scratch / 'undisturbed', 2)
   (status, result), (other_status, other) = run.finish()
   assert (status, other_status) == (0, 0), run.errors()
-  assert other['params'] == result['params']
+  assert other['params'] == result['params'] and other['evaluated_step'] == result['evaluated_step']
   return result, run.workdir
 
 
@@ -118,17 +119,35 @@ def test_two_processes_train_as_one(scratch, undisturbed):
   found, folder = undisturbed
   [(status, wanted)] = (run := Run(scratch, scratch / 'alone', 1)).finish()
   assert status == 0, run.errors()
-  assert len(found['curve']) == STEPS and found['devices'] == wanted['devices'] == 8
+  assert found['devices'] == wanted['devices'] == 8
+  assert [record['step'] for record in found['curve'] if 'loss' in record] == list(range(1, STEPS + 1))
   for one, other in zip(wanted['curve'], found['curve'], strict=True):
     assert one.keys() == other.keys()
     for name in one:
       assert other[name] == pytest.approx(one[name], rel=1e-5, abs=1e-7), (one['step'], name)
   # Written once, by the first.
   lines = [json.loads(line) for line in (folder / 'metrics.jsonl').read_text().splitlines()]
-  assert [line['step'] for line in lines] == list(range(1, STEPS + 1))
-  assert checkpoints(folder) == [STEPS - EVERY, STEPS]
+  assert [line['step'] for line in lines if 'loss' in line] == list(range(1, STEPS + 1))
+  lengths = {line['step']: line['validation_accepted_length'] for line in lines if 'loss' not in line}
+  assert list(lengths) == [25, 50, STEPS] and len(lines) == STEPS + 3
+  assert len(list((folder / 'tensorboard').iterdir())) == 1
+  # Both keep the best one, and it is what they end with.
+  best = max(lengths, key=lambda step: (lengths[step], step))
+  assert found['evaluated_step'] == wanted['evaluated_step'] == best
+  assert checkpoints(folder) == sorted({STEPS - EVERY, STEPS, best})
   log = (scratch / 'undisturbed-1.log').read_text()
   assert 'training undisturbed' in (scratch / 'undisturbed-0.log').read_text() and 'training' not in log
+
+
+def test_parts_of_a_batch_on_a_mesh(scratch, undisturbed):
+  """A batch in two parts, each over all devices, gives the steps of the whole one."""
+  whole = {'train.accumulate': 1, 'train.evaluate_every': 0, 'evaluate.checkpoint': 'last'}
+  [(status, wanted)] = (run := Run(scratch, scratch / 'at_once', 1, changes=whole)).finish()
+  assert status == 0, run.errors()
+  found = [record for record in undisturbed[0]['curve'] if 'loss' in record]
+  for one, other in zip(wanted['curve'][:10], found):
+    for name in one:
+      assert other[name] == pytest.approx(one[name], rel=1e-4, abs=1e-6), (one['step'], name)
 
 
 def assert_ends_as(result, undisturbed, workdir):
@@ -180,7 +199,7 @@ def test_goes_on_in_other_processes_on_another_mesh(scratch, undisturbed):
   assert run.resumed_at() == STEPS - EVERY
   for name, array in wanted['params'].items():
     np.testing.assert_allclose(result['params'][name], array, rtol=1e-3, atol=1e-5, err_msg=name)
-  restored = training.restore_params(folder / 'checkpoints')
+  restored = training.restore_params(folder / 'checkpoints', best=True)
   found = {jax.tree_util.keystr(path): x for path, x in jax.tree_util.tree_flatten_with_path(restored)[0]}
   assert found.keys() == wanted['params'].keys()
   for name, array in wanted['params'].items():

@@ -296,6 +296,18 @@ def test_steps_figure_draws_the_results(tmp_path, results):
   assert (tmp_path / 'steps.png').exists() and '](steps.png)' in (tmp_path / 'report.md').read_text()
 
 
+def test_accepted_lengths_of_held_out_prompts_stand_beside_those_of_training(results):
+  """A curve has them at some of its steps, in records of their own."""
+  for arm, lengths in zip(results['arms'], ((1.25, 1.5), (1.75, 2.25))):
+    arm['curve'] += [{'step': step, 'validation_accepted_length': x} for step, x in zip((200, 400), lengths)]
+  panels = report.training_figure(results['arms']).axes
+  assert [panel.get_title() for panel in panels[:2]] == [
+      'accepted length (training blocks)', 'accepted length (held-out prompts)']
+  for line, lengths in zip(panels[1].lines, ((1.25, 1.5), (1.75, 2.25)), strict=True):
+    np.testing.assert_array_equal(line.get_xdata(), [200, 400])
+    np.testing.assert_array_equal(line.get_ydata(), lengths)
+
+
 def test_figures_draw_the_results(results):
   panels = report.acceptance_figure(results['arms']).axes
   assert [panel.get_title() for panel in panels] == ['held_out', 'humaneval']

@@ -54,6 +54,9 @@ def test_a_batch_that_the_mesh_does_not_divide():
   sharding.check_batch(mesh, 12)
   with pytest.raises(UserError, match='train.batch_size=8 is not a multiple of 6, .* mesh.data=2 times mesh.fsdp=3$'):
     sharding.check_batch(mesh, 8)
+  sharding.check_batch(mesh, 24, 4)
+  with pytest.raises(UserError, match='batch_size=12 is not a multiple of 24, .* mesh.fsdp=3 times train.accumulate=4$'):
+    sharding.check_batch(mesh, 12, 4)
 
 
 def test_a_target_that_the_mesh_does_not_divide(config):

@@ -1,11 +1,13 @@
 """The training loop: one step by another way, resuming to the bit, and what ends a run."""
 
+import contextlib
 import copy
 import functools
 import json
 import os
 import shutil
 import signal
+import subprocess
 import time
 import types
 
@@ -384,6 +386,7 @@ def test_a_finished_run_is_not_trained_again(whole, run, tmp_path, monkeypatch):
   assert_same(again, params)
   assert second['steps_this_run'] == 0
   assert second['curve'] == summary['curve']
+  assert len(list((tmp_path / 'copy' / 'tensorboard').iterdir())) == 1
   assert_same(checkpoints.restore_params(folder / 'checkpoints'), params)
 
 
@@ -455,6 +458,150 @@ def test_learns_a_row_by_heart(config, target, tmp_path):
   # Blocks near the row's end are shorter: four tokens a round are the most.
   assert last['accepted_length'] > 3
   assert min(last['slot_accuracy']) > 0.9
+
+
+# ---- Long runs -------------------------------------------------------------------------------------
+
+
+def of_params(config, folder, data, target, lengths):
+  """Trains, with an evaluation that gives these lengths by step. Returns (parameters, summary, what was evaluated)."""
+  seen, steps = [], iter(sorted(lengths))
+
+  def validate(params):
+    seen.append((next(steps), jax.tree.map(np.asarray, params)))
+    return lengths[seen[-1][0]]
+
+  return *train.run(config, folder, data['cached'], *target, validate), seen
+
+
+LENGTHS = {2: 1.25, 4: 2.5, 6: 2.5, 8: 1.5}
+
+
+@pytest.fixture(scope='module')
+def measured(tmp_path_factory, data, target):
+  """(folder, parameters, summary, what was evaluated) of a run with running means that is evaluated every two steps."""
+  folder, config = tmp_path_factory.mktemp('measured'), make_config()
+  config.train.update(ema=0.75, checkpoint_every=1, evaluate_every=2, keep=8)
+  return folder, *of_params(config, folder, data, target, LENGTHS)
+
+
+def test_running_mean(measured, whole):
+  folder, params, summary, evaluated = measured
+  states = {step: saved(folder, step)[1] for step in range(1, 9)}
+  # The first step has a rate of 0: what it leaves is what it began with.
+  mean = {name: x for name, x in states[1]['params'].items() if name != 'feature_scale'}
+  for step in range(1, 9):
+    mean = jax.tree.map(lambda e, p: np.float32(0.75) * e + np.float32(0.25) * p, mean, {
+        name: states[step]['params'][name] for name in mean})
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-6, atol=1e-7), states[step]['ema'], mean)
+  # The run itself does not see it.
+  assert_same(states[8]['params'], whole[1])
+  assert np.abs(states[8]['ema']['fc']['kernel'] - states[8]['params']['fc']['kernel']).max() > 1e-4
+  # It is what is evaluated, returned and read.
+  of = lambda step: {**states[step]['ema'], 'feature_scale': states[step]['params']['feature_scale']}
+  assert [step for step, _ in evaluated] == [2, 4, 6, 8]
+  for step, seen in evaluated:
+    assert_same(seen, of(step))
+  assert_same(params, of(8))
+  assert_same(checkpoints.restore_params(folder / 'checkpoints'), of(8))
+  assert (summary['ema'], summary['evaluated_step']) == (0.75, 8)
+
+
+def test_a_stopped_run_has_the_same_mean_and_best(measured, config, data, target, tmp_path, monkeypatch):
+  folder, *_ = measured
+  config.train.update(ema=0.75, checkpoint_every=3, evaluate_every=2, keep=1)
+  config.evaluate.checkpoint = 'best'
+  with monkeypatch.context() as patch:
+    interrupt(patch, at=5)
+    with pytest.raises(KeyboardInterrupt):
+      of_params(config, tmp_path, data, target, LENGTHS)
+  on_disk = lambda: sorted(int(path.name) for path in (tmp_path / 'checkpoints').iterdir() if path.name.isdigit())
+  assert on_disk() == [4, 5]  # The best, and the last.
+  params, summary, evaluated = of_params(
+      config, tmp_path, data, target, {step: length for step, length in LENGTHS.items() if step > 5})
+  assert [step for step, _ in evaluated] == [6, 8]
+  assert on_disk() == [6, 8]  # Of two that are alike the later one is the best.
+  for step in (6, 8):
+    assert_same(saved(tmp_path, step)[1:], saved(folder, step)[1:])
+  wanted = saved(folder, 6)[1]
+  wanted = {**wanted['params'], **wanted['ema']}
+  assert summary['evaluated_step'] == 6
+  assert_same(params, wanted)
+  assert_same(train.trained_params(config, tmp_path), wanted)
+  # A finished run that is given again returns the same, or the last one where that is asked for.
+  assert_same(of_params(config, tmp_path, data, target, {})[0], wanted)
+  config.evaluate.checkpoint = 'last'
+  assert_same(of_params(config, tmp_path, data, target, {})[0], measured[1])
+
+  lines = records(tmp_path)
+  assert lines == records(folder)
+  assert [line for line in lines if 'validation_accepted_length' in line] == [
+      {'step': step, 'validation_accepted_length': length} for step, length in LENGTHS.items()]
+  assert [line['step'] for line in lines] == [1, 2, 2, 3, 4, 4, 5, 6, 6, 7, 8, 8]
+  assert summary['curve'][2]['validation_accepted_length'] == 1.25 and summary['slots_per_second'] > 0
+
+
+def test_nothing_was_evaluated(whole, config, tmp_path):
+  shutil.copytree(whole[0], tmp_path / 'copy')
+  config.evaluate.checkpoint = 'best'
+  with pytest.raises(UserError, match='no checkpoint here was evaluated'):
+    train.trained_params(config, tmp_path / 'copy')
+
+
+def test_a_trace_changes_nothing(whole, run, config, tmp_path):
+  config.train.profile_steps = (3, 5)
+  params, _ = run(tmp_path)
+  assert_same(params, whole[1])
+  assert records(tmp_path) == records(whole[0])
+  [trace] = (tmp_path / 'profile').rglob('*.xplane.pb')
+  planes = jax.profiler.ProfileData.from_file(str(trace)).planes
+  names = [event.name for plane in planes for line in plane.lines for event in line.events]
+  assert len([name for name in names if name.endswith(' put_batch')]) == 2  # Of steps 3 and 4.
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+  """A folder on a disk of its own, of three MiB."""
+  folder = tmp_path / 'disk'
+  folder.mkdir()
+  mounted = subprocess.run(
+      ['mount', '-t', 'tmpfs', '-o', 'size=3m', 'tmpfs', str(folder)], capture_output=True, text=True, check=False)
+  if mounted.returncode:
+    pytest.skip(f'no disk can be mounted here: {mounted.stderr.strip()}')
+  yield folder
+  subprocess.run(['umount', '-l', str(folder)], check=True)
+
+
+def test_a_disk_that_fills_up(whole, run, small_disk, monkeypatch):
+  """While the second checkpoint is written, in the background: the first one stays, and the run goes on from it."""
+  save, filler = checkpoints.save, small_disk / 'filler'
+
+  def save_to_a_full_disk(manager, step, *args):
+    if step == 8:
+      manager.wait_until_finished()
+      with contextlib.suppress(OSError), filler.open('wb', buffering=0) as file:
+        while True:
+          file.write(bytes(4096))
+      filler.write_bytes(bytes(filler.stat().st_size - 20480))  # Room for names and small files, but not for arrays.
+    save(manager, step, *args)
+
+  monkeypatch.setattr(checkpoints, 'save', save_to_a_full_disk)
+  folder = small_disk / 'run'
+  with pytest.raises(UserError) as error:
+    run(folder)
+  assert str(error.value).startswith(
+      f'{folder / "checkpoints"}: the disk is full; the checkpoint of step 4 is whole. Make room')
+  assert saved(folder)[0] == 4
+  assert_same(saved(folder)[1], saved(whole[0], 4)[1])
+
+  monkeypatch.setattr(checkpoints, 'save', save)
+  filler.unlink()
+  params, summary = run(folder)
+  assert summary['steps_this_run'] == 4
+  assert_same(params, whole[1])
+  assert records(folder) == records(whole[0])
+  # What the full disk has cut is gone.
+  assert sorted(path.name for path in (folder / 'checkpoints').iterdir()) == ['4', '8']
 
 
 # ---- What ends a run -------------------------------------------------------------------------------

@@ -15,12 +15,14 @@ import ml_collections
 import numpy as np
 
 from dspec import config as config_lib
+from dspec import evaluate
 from dspec import multihost
 from dspec import sharding
 from dspec import train
 from dspec.checkpoints import training as checkpoints
 from dspec.data import dataset
 from dspec.data import features
+from dspec.models import drafter as drafter_lib
 from dspec.models import target as target_lib
 
 LENGTH, TAPS, MASK = 24, (0, 1), 1
@@ -81,14 +83,19 @@ def main(run: dict) -> None:
   put_batch = sharding.put_batch
   sharding.put_batch = lambda mesh, batch: (time.sleep(run.get('delay', 0)), put_batch(mesh, batch))[1]
   save, saved = checkpoints.save, {}
-  checkpoints.save = lambda manager, step, state, iterator: (
-      saved.update(parts(state)), save(manager, step, state, iterator))
+  checkpoints.save = lambda manager, step, state, *others: (
+      saved.update(parts(state)), save(manager, step, state, *others))
   config = make_config(**run['config'])
   with jax.set_mesh(sharding.make_mesh(config)):
     data = make_data(pathlib.Path(run['folder']), run['kind'])
-  params, summary = train.run(config, pathlib.Path(run['workdir']), data, *make_target())
+  target, target_params = make_target()
+  drafter = drafter_lib.Drafter(train.make_drafter_config(config, SHAPE))
+  prompts = [tokens[:n] for (tokens, _), n in zip(make_rows(), (5, 3, 9, 1))]
+  validate = evaluate.validator(target, target_params, drafter, prompts, max_new_tokens=12)
+  params, summary = train.run(config, pathlib.Path(run['workdir']), data, target, target_params, validate)
   print(json.dumps({
       'devices': jax.device_count(),
+      'evaluated_step': summary['evaluated_step'],
       'state': saved,
       'curve': [{k: v for k, v in record.items() if 'second' not in k} for record in summary['curve']],
       'params': {jax.tree_util.keystr(path): np.asarray(x).tolist()

@@ -74,10 +74,7 @@ def make(
   Raises:
     UserError: if no prompt of a set fits the context.
   """
-  e = config.evaluate
-  room = target_config.max_length - e.max_new_tokens - max(
-      e.block_size or config.drafter.block_size, e.latency_block_size)
-  sets = {}
+  e, room, sets = config.evaluate, _room(config, target_config), {}
   for name in e.sets:
     if name in OF_DATA:
       sets[name] = PromptSet(tuple(map(tuple, _fitting(getattr(data, name), room, name)[: e.num_prompts])))
@@ -88,6 +85,38 @@ def make(
       turns = [problem.turns for problem in problems]
       sets[name] = _benchmark(name, turns, tokenizer, room, e.num_prompts, found[name].metadata)
   return sets
+
+
+def validation(
+    config: ml_collections.ConfigDict, data: dataset.Dataset, target_config: target_lib.TargetConfig, count: int
+) -> tuple[tuple[int, ...], ...]:
+  """The last held-out prompts: to choose a checkpoint by, and so none that `make` reports.
+
+  Args:
+    config: the whole config.
+    data: what was trained on, and what was not.
+    target_config: the target's, for the length of its context.
+    count: as `train.evaluate_prompts`, of one arm.
+
+  Raises:
+    UserError: if there are too few.
+  """
+  e = config.evaluate
+  held_out = list(map(tuple, _fitting(data.held_out, _room(config, target_config), 'held_out')))
+  reported = held_out[: e.num_prompts] if 'held_out' in e.sets else []
+  left = [ids for ids in dict.fromkeys(held_out) if ids not in set(reported)]
+  if len(left) < count:
+    raise UserError(
+        f'--config.train.evaluate_prompts={count}: of {len(held_out)} held-out prompts {len(reported)} are reported, '
+        f'and {len(left)} others are left; lower it or --config.evaluate.num_prompts, or raise --config.data.held_out')
+  return tuple(left[-count:])
+
+
+def _room(config: ml_collections.ConfigDict, target_config: target_lib.TargetConfig) -> int:
+  """Tokens that a prompt may have."""
+  e = config.evaluate
+  return target_config.max_length - e.max_new_tokens - max(
+      e.block_size or config.drafter.block_size, e.latency_block_size)
 
 
 def _benchmark(name, turns, tokenizer, room, count, source) -> PromptSet:

@@ -1,5 +1,7 @@
 """Checkpoints: what goes in comes out, in another process' place, and nothing else is accepted."""
 
+import shutil
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -74,6 +76,65 @@ def test_the_newest_two_are_kept_and_the_newest_is_read(iterator, tmp_path, capl
       f'{tmp_path}/12.orbax-checkpoint-tmp: was being saved when its run was ended, and is skipped']
   params = training.restore_params(tmp_path)
   assert_same(params, jax.tree.map(np.asarray, make_state(9)['params']))
+
+
+def test_the_best_is_kept_beside_the_newest(iterator, tmp_path):
+  lengths = {1: 1.5, 2: 2.5, 3: None, 4: 2.5, 5: 2.0, 6: None}
+  with training.open_manager(tmp_path, keep=1) as manager:
+    for step, length in lengths.items():
+      training.save(manager, step, make_state(step), iterator(), length)
+    assert sorted(manager.all_steps()) == [4, 6]  # Of equals the later one.
+  with training.open_manager(tmp_path, keep=2) as manager:
+    assert (training.best_step(manager), manager.latest_step()) == (4, 6)
+    training.save(manager, 7, make_state(7), iterator(), 2.25)
+    training.save(manager, 8, make_state(8), iterator(), 3.0)
+    manager.wait_until_finished()
+    assert sorted(manager.all_steps()) == [7, 8] and training.best_step(manager) == 8
+    assert_same(training.restore(manager, make_state(0), step=7), make_state(7))
+  assert_same(training.restore_params(tmp_path, best=True), jax.tree.map(np.asarray, make_state(8)['params']))
+
+
+def test_none_is_best_where_none_was_measured(iterator, tmp_path):
+  with training.open_manager(tmp_path) as manager:
+    training.save(manager, 3, make_state(3), iterator())
+  with pytest.raises(UserError, match=f'^{tmp_path}: no checkpoint here was evaluated'):
+    training.restore_params(tmp_path, best=True)
+  # As an earlier version has written it.
+  shutil.rmtree(tmp_path / '3' / 'metrics')
+  with training.open_manager(tmp_path, keep=1) as manager:
+    assert_same(training.restore(manager, make_state(0), iterator()), make_state(3))
+    training.save(manager, 4, make_state(4), iterator(), 1.0)
+    training.save(manager, 5, make_state(5), iterator())
+    assert sorted(manager.all_steps()) == [4, 5] and training.best_step(manager) == 4
+
+
+def test_parameters_are_the_running_mean_where_there_is_one(iterator, tmp_path):
+  state = {**make_state(3), 'ema': {'kernel': make_state(4)['params']['kernel']}}
+  with training.open_manager(tmp_path) as manager:
+    training.save(manager, 3, state, iterator())
+  params = training.restore_params(tmp_path)
+  np.testing.assert_array_equal(params['kernel'], state['ema']['kernel'])
+  np.testing.assert_array_equal(params['half'], state['params']['half'])
+
+
+def test_what_a_stop_has_left_is_removed_by_the_run_that_goes_on(iterator, tmp_path):
+  left = tmp_path / '2.orbax-checkpoint-tmp'
+  (left / 'state').mkdir(parents=True)
+  for step, writes in ((3, False), (6, True)):
+    with training.open_manager(tmp_path, writes=writes) as manager:
+      training.save(manager, step, make_state(step), iterator())
+    assert left.exists() == (not writes)
+  assert sorted(path.name for path in tmp_path.iterdir()) == ['3', '6']
+
+
+def test_other_errors_are_not_explained(tmp_path):
+  with training.open_manager(tmp_path) as manager:
+    for error in (ValueError('No such layer'), OSError(13, 'Permission denied'), UserError('a full moon')):
+      with pytest.raises(type(error)) as caught, training.explained(manager):
+        raise error
+      assert caught.value is error
+    with pytest.raises(UserError, match='no checkpoint was saved yet'), training.explained(manager):
+      raise OSError(28, 'No space left on device')
 
 
 def test_a_checkpoint_that_is_there_is_left_alone(iterator, tmp_path):

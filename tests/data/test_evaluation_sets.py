@@ -69,6 +69,34 @@ def test_prompts(make, smollm2):
   assert len(sets['mt_bench'].ids) == 3 and len(sets['mt_bench'].first(2).ids) == 2
 
 
+@pytest.mark.parametrize('sets, held_out, wanted', [
+    (('held_out',), ['a', 'b', 'c', 'd', 'e', 'f'], ['e', 'f']),
+    (('held_out',), ['a', 'b', 'c', 'd'], ['c', 'd']),
+    # What is there twice is one prompt, and one that is reported is none to choose by.
+    (('held_out',), ['a', 'b', 'c', 'd', 'b', 'd'], ['c', 'd']),
+    (('trained_on',), ['a', 'b'], ['a', 'b']),
+    (('held_out',), ['a', 'b', 'c'], '3 held-out prompts 2 are reported, and 1 others are left'),
+    (('held_out',), ['a', 'b', 'c', 'too long', 'd', 'too long'], ['c', 'd']),
+    (('held_out',), ['a', 'b', 'c', 'too long'], '3 held-out prompts 2 are reported, and 1 others are left'),
+])
+def test_prompts_to_choose_by_are_none_that_are_reported(sets, held_out, wanted):
+  config = config_lib.default('smoke').copy_and_resolve_references()
+  config.evaluate.update(sets=sets, num_prompts=2, max_new_tokens=6)
+  config.drafter.block_size = 4
+  ids = {name: tuple(map(ord, name)) for name in held_out}
+  data = types.SimpleNamespace(held_out=[ids[name] for name in held_out], trained_on=[(1,)])
+  target_config = types.SimpleNamespace(max_length=12)  # Two are left for a prompt.
+  if isinstance(wanted, str):
+    with pytest.raises(UserError, match=f'--config.train.evaluate_prompts=2: of {wanted}'):
+      evaluation_sets.validation(config, data, target_config, 2)
+    return
+  found = evaluation_sets.validation(config, data, target_config, 2)
+  assert found == tuple(ids[name] for name in wanted)
+  reported = evaluation_sets.make(config, data, {}, None, target_config)
+  assert len(reported[sets[0]].ids) == min(2, len(getattr(data, sets[0])))
+  assert not set(found) & set(reported[sets[0]].ids)
+
+
 def test_drawn_prompts(make):
   everything = make(num_prompts=9)['gsm8k'].ids
   for seed in (0, 5):
