@@ -117,6 +117,8 @@ def test_variants_of_tables():
       (':embedded_as_written', 'as_written'), (':embedded_regenerated', 'regenerated')):
     assert load(f'table5.py{budget}').data.responses == responses
   assert len(load('table2.py').arms) == len(load('table2.py:embedded_sweep').arms) == 15  # All its rows.
+  alone = [name for name, _ in load('table4.py:embedded').arms if name not in config_lib.TERMS]
+  assert alone == [name for name, _ in load('table4.py:embedded_alone').arms] and len(alone) == 2
   distil = load('table8.py:embedded_distil')
   assert (distil.loss.gamma, distil.loss.first_error, distil.loss.chain) == (None, 0, 40)
   assert distil.drafter.window == distil.drafter.vocab_size == 0 and not distil.drafter.init
