@@ -81,9 +81,10 @@ def loss_fn(
   anchor_tokens = jnp.take_along_axis(tokens_BxT, anchors_BxA, 1)
   blocks = drafter_lib.block_tokens(anchor_tokens, drafter.config)
   embeddings = drafter_lib.embed(drafter.config, target_params, blocks)
-  hidden = drafter.apply({'params': params}, batch['features'], embeddings, anchors_BxA)
+  starts_BxT = batch.get('starts')  # Of packed rows only.
+  hidden = drafter.apply({'params': params}, batch['features'], embeddings, anchors_BxA, starts_BxT)
 
-  valid = masks.valid_labels(anchors_BxA, batch['is_anchor'], batch['supervised'], k)
+  valid = masks.valid_labels(anchors_BxA, batch['is_anchor'], batch['supervised'], k, starts_BxT)
   positions = anchors_BxA[:, :, None] + jnp.arange(1, k)[None, None, :]
   positions = jnp.minimum(positions, tokens_BxT.shape[1] - 1)
   labels = tokens_BxT[jnp.arange(tokens_BxT.shape[0])[:, None, None], positions]
@@ -142,7 +143,8 @@ def _with_features(batch, target, target_params, drafter_config):
   """The batch with the target's features, computed here if they are not read from disk."""
   if 'features' in batch:
     return batch
-  features = features_lib.compute(target, target_params, batch['tokens'], drafter_config.target_layers)
+  features = features_lib.compute(
+      target, target_params, batch['tokens'], drafter_config.target_layers, batch.get('starts'))
   return {**batch, 'features': jax.lax.stop_gradient(features)}
 
 
@@ -221,7 +223,7 @@ def run(
   spec = Objective(config.loss.gamma, config.loss.first_error, config.loss.chain, config.loss.reduction)
   optimizer = make_optimizer(config)
   batches = pipeline.batches(
-      data.paths, seed=config.seed, batch_size=t.batch_size, length=data.length, anchors=t.anchors,
+      data.paths, seed=config.seed, batch_size=t.batch_size, length=data.length, anchors=t.anchors, packs=data.packs,
       rows=sharding.rows(mesh, t.batch_size),
   )
   iterator = iter(batches)

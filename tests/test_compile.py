@@ -122,7 +122,7 @@ def test_operations_are_those_of_the_program(online, untrained_target):
   jaxpr = jax.make_jaxpr(lambda state: train.train_step(
       state, batch, params, spec=Objective(), head_chunk=72, **models))(state)
   counted = count_products(jaxpr.jaxpr)
-  got = compile_lib.train_flops(target.config, config, rows=rows, length=length, anchors=anchors, online=online)
+  got = compile_lib.train_flops(target.config, config, rows=rows, length=length, anchors=anchors, document=length, online=online)
   assert got <= counted * 1.001 and got == pytest.approx(counted, rel=0.05)
 
 
@@ -131,7 +131,8 @@ def test_operations_grow_with_what_is_seen():
   target = compile_lib.target_shape(config)
   drafter = train.make_drafter_config(config, target)
   count = lambda **changes: compile_lib.train_flops(
-      target, drafter, **{'rows': 32, 'length': 4096, 'anchors': 512, 'online': False, **changes})
+      target, drafter, **{
+          'rows': 32, 'length': 4096, 'anchors': 512, 'document': 4096, 'online': False, **changes})
   # Per anchor, by arXiv 2606.11552's sizes: 16 slots through 4 layers of queries, keys, values, output and the MLP.
   layer = 16 * (4096 * (2 * 4096 + 2 * 1024) + 3 * 4096 * 14336 + (2048 + 16) * 2 * 4096)
   head = 15 * 128256 * 4096

@@ -68,7 +68,7 @@ def test_make_row(case, with_features):
   record = features.encode_record(tokens, after(prompt, tokens), array if with_features else None)
   kept = min(len(tokens), LENGTH)
   for seed in range(20):
-    row = pipeline.make_row(record, np.random.default_rng(seed), length=LENGTH, anchors=ANCHORS)
+    row = pipeline.make_row([record], np.random.default_rng(seed), length=LENGTH, anchors=ANCHORS)
     assert row['tokens'].dtype == row['anchors'].dtype == np.int32
     assert row['tokens'].tolist() == tokens[:LENGTH] + [0] * (LENGTH - kept)
     assert row['supervised'].tolist() == [prompt <= t < kept for t in range(LENGTH)]
@@ -91,7 +91,7 @@ def test_anchors_lie_in_answers_with_their_labels():
   # Two answers, one of them a single token, and a third that the row's end cuts off.
   supervised = [False, True, True, True, False, True, False, False, *[True] * 9]
   record = features.encode_record(list(range(1, 18)), supervised, None)
-  row = pipeline.make_row(record, np.random.default_rng(0), length=12, anchors=8)
+  row = pipeline.make_row([record], np.random.default_rng(0), length=12, anchors=8)
   assert row['anchors'][row['is_anchor']].tolist() == [1, 2, 8, 9, 10]
   assert row['supervised'].tolist() == supervised[:12]
 
@@ -102,7 +102,7 @@ def test_every_anchor_is_drawn_as_often():
   rng = np.random.default_rng(0)
   counts = np.zeros(LENGTH)
   for _ in range(4000):
-    np.add.at(counts, pipeline.make_row(record, rng, length=LENGTH, anchors=4)['anchors'], 1)
+    np.add.at(counts, pipeline.make_row([record], rng, length=LENGTH, anchors=4)['anchors'], 1)
   np.testing.assert_allclose(counts[3:11], 2000, atol=160)  # Five standard deviations.
   assert counts.sum() == counts[3:11].sum()
 
