@@ -24,6 +24,7 @@ import numpy as np
 from dspec import sharding
 from dspec.models import blocks
 from dspec.models import masks
+from dspec.models import splash
 from dspec.models import target as target_lib
 
 # Scores of at most this many (slot, context) pairs a head are held at once, per row of the batch.
@@ -228,7 +229,7 @@ class Places(NamedTuple):
   starts_BxT: jax.Array | None = None
 
 
-def _block_attention(q, k_own, v_own, context, places, window, layer_window, causal):
+def block_attention(q, k_own, v_own, context, places, *, window=0, layer_window=0, causal=False):
   """Attention of blocks over [context ; own block], the two parts merged by their common maximum.
 
   Args:
@@ -274,7 +275,7 @@ def _block_attention(q, k_own, v_own, context, places, window, layer_window, cau
 
 
 def _in_anchor_groups(attention, q, k_own, v_own, context, places):
-  """`_block_attention` over groups of anchors, rematerialised, so that memory stays bounded."""
+  """`block_attention` over groups of anchors, rematerialised, so that memory stays bounded."""
   b, a, k = q.shape[:3]
   pairs = k * context[0].shape[-1]
   size = max(1, _MAX_SCORES // pairs)
@@ -297,6 +298,7 @@ class Attention(nn.Module):
   dtype: jnp.dtype
   window: int  # Of this layer.
   causal: bool
+  attention: str
 
   def setup(self):
     c = self.config
@@ -324,11 +326,12 @@ class Attention(nn.Module):
     q = blocks.rotary(q, positions, c.rope_theta)
     keys, values = self.keys_values(x, positions)
     split = lambda y: y.reshape(b, a, k, *y.shape[2:])
-    attention = functools.partial(
-        _block_attention, window=c.window, layer_window=self.window, causal=self.causal
-    )
-    out = _in_anchor_groups(attention, split(q), split(keys), split(values), context, places)
-    return self.o_proj(out)
+    options = {'window': c.window, 'layer_window': self.window, 'causal': self.causal}
+    arguments = split(q), split(keys), split(values), context
+    if self.attention == 'splash' and a > 1:  # A block that has its row to itself leaves nothing to skip.
+      arguments = jax.tree.map(lambda x: x.astype(self.dtype), arguments)
+      return self.o_proj(splash.block_attention(*arguments, places, **options))
+    return self.o_proj(_in_anchor_groups(functools.partial(block_attention, **options), *arguments, places))
 
 
 class SlotConvolutions(nn.Module):
@@ -374,12 +377,13 @@ class Layer(nn.Module):
   config: DrafterConfig
   dtype: jnp.dtype
   index: int
+  attention: str
 
   def setup(self):
     c = self.config
     window = c.layer_windows[self.index] if c.layer_windows else 0
     self.attn_norm = blocks.rms_norm(c.norm_eps, None)
-    self.attn = Attention(c, self.dtype, window, self.index in c.causal_layers)
+    self.attn = Attention(c, self.dtype, window, self.index in c.causal_layers, self.attention)
     self.mlp_norm = blocks.rms_norm(c.norm_eps, None)
     self.mlp = blocks.GatedMLP(c.mlp_width, self.dtype)
     if c.conv_taps:
@@ -403,12 +407,14 @@ class Drafter(nn.Module):
   has taken it in. `draft_ids` [V'] are the ascending token ids of the
   draft vocabulary, if it has one; see `draft_head`. The parameters may also hold a `selector`; see `adjust_logits`.
   With `remat` 'layers' a layer keeps its inputs for the backward pass, which computes the rest once more; with 'none'
-  it keeps everything.
+  it keeps everything. `attention` is 'xla', for every device, or 'splash', for TPUs, of the training forward; decoding
+  takes 'xla'.
   """
 
   config: DrafterConfig
   dtype: jnp.dtype = jnp.float32
   remat: str = 'none'
+  attention: str = 'xla'
 
   def setup(self):
     c = self.config
@@ -418,7 +424,7 @@ class Drafter(nn.Module):
     self.fc = blocks.linear(c.width, self.dtype, None)
     self.hidden_norm = blocks.rms_norm(c.norm_eps, None)
     layer = {'none': Layer, 'layers': nn.remat(Layer)}[self.remat]
-    self.layers = [layer(c, self.dtype, i) for i in range(c.num_layers)]
+    self.layers = [layer(c, self.dtype, i, self.attention) for i in range(c.num_layers)]
     self.norm = blocks.rms_norm(c.norm_eps, None)
 
   def _context(self, features_BxTxF, positions_BxT):
