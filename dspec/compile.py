@@ -130,7 +130,7 @@ def _train_step(config, mesh: Mesh, target_config) -> tuple[jax.stages.Lowered, 
   drafter_config = train.make_drafter_config(config, target_config)
   models = {
       'optimizer': train.make_optimizer(config), 'target': target,
-      'drafter': drafter_lib.Drafter(drafter_config, dtype, t.remat)}
+      'drafter': drafter_lib.Drafter(drafter_config, dtype, t.remat, train.choose_attention(config, mesh))}
   length = row_length(config, target_config)
   batch = _batch(config, mesh, length, target_config)
   target_params = _target_params(target_config, dtype)

@@ -33,6 +33,7 @@ _CHOICES = {
     'target.dtype': ('float32', 'bfloat16'),
     'train.compute_dtype': ('bfloat16', 'float32'),
     'train.remat': ('none', 'layers'),
+    'train.attention': ('auto', 'xla', 'splash'),
     'evaluate.dtype': ('float32', 'bfloat16'),
     'evaluate.latency_dtype': ('bfloat16', 'float32'),
     'generate.dtype': ('bfloat16', 'float32'),
@@ -142,6 +143,7 @@ def default(budget: str = '') -> ml_collections.ConfigDict:
   train.head_chunk = 480  # Slots whose logits over the vocabulary are held at once.
   train.compute_dtype = 'bfloat16'  # Of the matmuls' operands; weights and sums stay float32.
   train.remat = 'none'  # Or 'layers': the drafter's are computed once more in the backward pass, which saves memory.
+  train.attention = 'auto'  # Of the drafter: 'xla', on any device; 'splash', a kernel for TPUs; 'auto': by device.
   train.checkpoint_every = 100
   train.log_every = 10
 

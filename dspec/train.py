@@ -25,6 +25,7 @@ from dspec.checkpoints import training as checkpoints
 from dspec.data import dataset as dataset_lib
 from dspec.data import features as features_lib
 from dspec.data import pipeline
+from dspec.errors import UserError
 from dspec.losses import Objective, objective, score_slots_chunked
 from dspec.models import drafter as drafter_lib
 from dspec.models import masks
@@ -219,7 +220,8 @@ def run(
     return given, _summary(t.steps, 0.0, 0, [], given, data)
   mesh = sharding.make_mesh(config)
   sharding.check_batch(mesh, t.batch_size)
-  drafter = drafter_lib.Drafter(make_drafter_config(config, target.config), jnp.dtype(t.compute_dtype), t.remat)
+  drafter = drafter_lib.Drafter(
+      make_drafter_config(config, target.config), jnp.dtype(t.compute_dtype), t.remat, choose_attention(config, mesh))
   spec = Objective(config.loss.gamma, config.loss.first_error, config.loss.chain, config.loss.reduction)
   optimizer = make_optimizer(config)
   batches = pipeline.batches(
@@ -334,6 +336,18 @@ def make_drafter_config(
       target, num_layers=d.num_layers, block_size=d.block_size, target_layers=tuple(d.target_layers),
       mask_token_id=d.mask_token_id, window=d.window, vocab_size=d.vocab_size,
   )
+
+
+def choose_attention(config: ml_collections.ConfigDict, mesh: jax.sharding.Mesh) -> str:
+  """The drafter's, in training: 'splash' on TPUs, and 'xla' on what has no kernel that is measured to be better.
+
+  Raises:
+    UserError: where splash is asked for and the devices are no TPUs.
+  """
+  asked, platform = config.train.attention, mesh.devices.flat[0].platform
+  if asked == 'splash' and platform != 'tpu':
+    raise UserError(f'--config.train.attention=splash: a kernel for TPUs, and the devices are {platform}s; take auto')
+  return {'auto': 'splash' if platform == 'tpu' else 'xla'}.get(asked, asked)
 
 
 def init_params(drafter: drafter_lib.Drafter, key: jax.Array) -> Any:
