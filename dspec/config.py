@@ -268,8 +268,9 @@ def use_paper_scale(config: ml_collections.ConfigDict) -> None:
   """Sets what arXiv 2606.11552 trains with, for accelerators; and an evaluation to match.
 
   Four layers that see their whole context and draft all tokens; 32 rows of 4096 tokens a step, 512 blocks in each;
-  learning rate 1e-3 with 1.5 % of warm-up; three epochs, if each conversation took a row: packed, they are more. Answers are the target's own, at most 2048 tokens at
-  temperature 0.7, as in its ablation; the number of prompts is ours.
+  learning rate 1e-3 with 1.5 % of warm-up; as many steps as three epochs of one conversation a row, which are more
+  epochs of packed rows. Answers are the target's own, at most 2048 tokens at temperature 0.7, as in its ablation; the
+  number of prompts is ours.
   """
   config.target.dtype = 'bfloat16'
   config.data.update(

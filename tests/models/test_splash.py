@@ -18,9 +18,11 @@ from dspec.models import splash
 
 ROOT = pathlib.Path(__file__).parents[2]
 NAMES = 'q', 'k_own', 'v_own', 'keys', 'values'
+# Interpreted kernels are long programs that run once.
+COMPILE_QUICKLY = {'xla_backend_optimization_level': 0, 'xla_llvm_disable_expensive_passes': True}
 
 
-def draw(b=2, t=300, a=20, k=16, h=4, kv=2, d=64, packed=False, seed=0):
+def draw(b=2, t=200, a=12, k=16, h=4, kv=2, d=64, packed=False, seed=0):
   """Arrays and places of rows: an anchor without context, one at the row's end, and slots without an anchor."""
   rng = np.random.default_rng(seed)
   normal = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)
@@ -31,11 +33,11 @@ def draw(b=2, t=300, a=20, k=16, h=4, kv=2, d=64, packed=False, seed=0):
     row[: a - 3] = [0, *np.sort(rng.choice(np.arange(1, t - 1), a - 5, replace=False)), t - 1]
   starts = np.zeros((b, t), np.int32)
   if packed:
-    for row, borders in zip(starts, ((40, 171, 260), (1, 2, 150, 290))):
+    for row, of_row, borders in zip(starts, anchors, ((40, 171), (1, 2, 150, 190))):
       for border in borders:
         row[border:] = border
-    anchors[:, 1] = 40, 1  # The first token of a document.
-    anchors[:, : a - 3].sort(1)
+      of_row[1] = borders[0]  # The first token of a document.
+      of_row[: a - 3].sort()
   seen = jnp.asarray(anchors)
   if not packed:
     return arrays, drafter_lib.Places(seen, seen)
@@ -51,7 +53,8 @@ def value_and_gradients(attention, arrays, places):
     out = attention(*arrays[:3], arrays[3:], places)
     return jnp.sum(out * weights.reshape(out.shape)), out
 
-  (_, out), gradients = jax.jit(jax.value_and_grad(loss, has_aux=True))(arrays)
+  step = jax.jit(jax.value_and_grad(loss, has_aux=True), compiler_options=COMPILE_QUICKLY)
+  (_, out), gradients = step(arrays)
   return [out, *gradients]
 
 
@@ -65,7 +68,6 @@ def small_tiles(monkeypatch):
     ({'packed': True, 'd': 128, 'h': 2}, {'window': 37}),
     ({'packed': True, 'k': 15, 'kv': 1}, {}),
     ({'packed': True, 'd': 6}, {'layer_window': 9, 'causal': True}),
-    ({'d': 6, 'h': 2}, {'window': 150, 'layer_window': 40}),
 ])
 def test_against_xla(shape, options, small_tiles):
   arrays, places = draw(**shape)
@@ -92,7 +94,7 @@ def test_a_drafter_by_either(monkeypatch, small_tiles, random_params):
   def gradient(attention, dtype=jnp.float32):
     drafter = drafter_lib.Drafter(config, dtype, 'layers', attention)
     loss = lambda params, features: jnp.sum(jnp.sin(drafter.apply({'params': params}, features, *inputs[1:])))
-    return jax.jit(jax.grad(loss, argnums=(0, 1)))(params, inputs[0])
+    return jax.jit(jax.grad(loss, argnums=(0, 1)), compiler_options=COMPILE_QUICKLY)(params, inputs[0])
 
   wanted, found, rounded = gradient('xla'), gradient('splash'), gradient('splash', jnp.bfloat16)
   norm = lambda tree: np.sqrt(sum(np.square(x).sum() for x in jax.tree.leaves(tree)))
@@ -142,7 +144,7 @@ def test_mask_and_tiles_against_the_masks(packed, options):
 
 def test_tiles_that_no_block_sees_are_not_computed(small_tiles):
   """A product with NaN would be one; XLA's is."""
-  arrays, places = draw(b=1, a=8, h=2, d=6)
+  arrays, places = draw(b=1, t=300, a=8, h=2, d=6)
   places = drafter_lib.Places(*[jnp.minimum(places.seen_BxA, 120)] * 2)  # The first of three tiles of context.
   poisoned = (*arrays[:4], arrays[4].at[:, :, 128:].set(jnp.nan))
   wanted = drafter_lib.block_attention(*arrays[:3], arrays[3:], places)
