@@ -182,7 +182,7 @@ def row_length(config: ml_collections.ConfigDict, target_config: target_lib.Targ
 
 
 def document_length(config: ml_collections.ConfigDict, target_config: target_lib.TargetConfig) -> int:
-  """Tokens of the longest conversation that the data may have, as `dspec.data.dataset` rounds it for a row of its own."""
+  """Tokens of the longest conversation that the data may have, as `dspec.data.dataset` rounds rows of one."""
   length = config.data.max_prompt_tokens + config.data.max_response_tokens + _TEMPLATE_TOKENS
   length += -length % 32
   return min(length, target_config.max_length)

@@ -85,8 +85,8 @@ def block_attention(
 ) -> jax.Array:
   """As `drafter.block_attention`, in the dtype of `q`, `k_own`, `v_own` and `context`, which are all of one.
 
-  On the mesh of `jax.set_mesh` each device takes its rows and its heads, where their numbers divide; the compiler cannot
-  split a kernel by itself.
+  On the mesh of `jax.set_mesh` each device takes its rows and its heads, where their numbers divide; the compiler
+  cannot split a kernel by itself.
 
   Args:
     q: see `drafter.block_attention`, as what follows.

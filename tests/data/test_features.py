@@ -67,7 +67,8 @@ def test_documents_of_a_row_do_not_see_one_another(target, expected):
   for row, of_row in zip(starts, borders):
     for start, end in zip(of_row, of_row[1:]):
       row[start:end] = start
-  compute = lambda tokens: np.asarray(features.compute(*target, jnp.asarray(tokens, jnp.int32), TAPS, jnp.asarray(starts)))
+  compute = lambda tokens: np.asarray(
+      features.compute(*target, jnp.asarray(tokens, jnp.int32), TAPS, jnp.asarray(starts)))
   found = compute(tokens)
   for r, of_row in enumerate(borders):
     for start, end in zip(of_row, of_row[1:]):

@@ -235,7 +235,8 @@ def test_anchors_are_dealt_by_document(anchors):
     starts = np.unique(row['starts'])[: len(said)]
     dealt = [(row['starts'][found] == start).sum() for start in starts]
     assert (np.floor(quota) <= dealt).all() and (dealt <= np.ceil(quota)).all()
-  possible = np.flatnonzero(row['supervised'] & np.roll(row['supervised'], -1) & (row['starts'] == np.roll(row['starts'], -1)))
+  following = {name: np.roll(row[name], -1) for name in ('supervised', 'starts')}
+  possible = np.flatnonzero(row['supervised'] & following['supervised'] & (row['starts'] == following['starts']))
   assert len(possible) == candidates.sum() and not np.delete(counts, possible).any()
   chance = min(1, anchors / candidates.sum())
   # Five standard deviations.
@@ -249,7 +250,8 @@ def test_epochs_hold_every_document_once(paths):
     found = []
     for row in epoch:
       used = row['tokens'] > 0
-      found += [tuple(row['tokens'][used & (row['starts'] == start)].tolist()) for start in np.unique(row['starts'][used])]
+      starts = np.unique(row['starts'][used])
+      found += [tuple(row['tokens'][used & (row['starts'] == start)].tolist()) for start in starts]
     assert sorted(found) == wanted
 
 
