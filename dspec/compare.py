@@ -27,7 +27,7 @@ _BOOTSTRAP = {'samples': 2000, 'seed': 0}
 _FREE = (
     'arms', 'experiment', 'seed', 'cache_dir', 'evaluate.latency', 'evaluate.bootstrap_samples', 'mechanisms.',
     'generate.', 'data.prompts_dir', 'data.generation_batch_size', 'train.log_every', 'train.checkpoint_every',
-    'train.keep', 'train.profile_steps', 'train.accumulate',
+    'train.keep', 'train.profile_steps', 'train.accumulate', 'train.remat', 'train.attention', 'mesh.',
 )
 
 

@@ -131,7 +131,7 @@ def _train_step(config, mesh: Mesh, target_config) -> tuple[jax.stages.Lowered, 
   drafter_config = train.make_drafter_config(config, target_config)
   models = {
       'optimizer': train.make_optimizer(config), 'target': target,
-      'drafter': drafter_lib.Drafter(drafter_config, dtype, t.remat)}
+      'drafter': drafter_lib.Drafter(drafter_config, dtype, t.remat, train.choose_attention(config, mesh))}
   length = row_length(config, target_config)
   batch = _batch(config, mesh, length, target_config)
   target_params = _target_params(target_config, dtype)
@@ -147,7 +147,7 @@ def _train_step(config, mesh: Mesh, target_config) -> tuple[jax.stages.Lowered, 
       donate_argnums=0, out_shardings=(shardings, sharding.replicated(mesh)), keep_unused=True)
   flops = train_flops(
       target_config, drafter_config, rows=t.batch_size, length=length, anchors=t.anchors,
-      online=config.data.features == 'online')
+      document=min(length, document_length(config, target_config)), online=config.data.features == 'online')
   return _lower(step, mesh, state, batch, target_params), flops
 
 
@@ -179,7 +179,12 @@ def _lower(program, mesh: Mesh, *arguments) -> jax.stages.Lowered:
 
 
 def row_length(config: ml_collections.ConfigDict, target_config: target_lib.TargetConfig) -> int:
-  """T of the longest rows that the data may have, as `dspec.data.dataset` rounds it."""
+  """T of the longest rows that the data may have."""
+  return config.data.row_tokens or document_length(config, target_config)
+
+
+def document_length(config: ml_collections.ConfigDict, target_config: target_lib.TargetConfig) -> int:
+  """Tokens of the longest conversation that the data may have, as `dspec.data.dataset` rounds rows of one."""
   length = config.data.max_prompt_tokens + config.data.max_response_tokens + _TEMPLATE_TOKENS
   length += -length % 32
   return min(length, target_config.max_length)
@@ -191,6 +196,8 @@ def _batch(config, mesh: Mesh, length: int, target_config) -> dict[str, jax.Shap
   shapes = {
       'tokens': ((length,), jnp.int32), 'supervised': ((length,), jnp.bool_),
       'anchors': ((t.anchors,), jnp.int32), 'is_anchor': ((t.anchors,), jnp.bool_)}
+  if config.data.row_tokens:
+    shapes['starts'] = (length,), jnp.int32
   if config.data.features == 'cached':
     shapes['features'] = (length, len(config.drafter.target_layers) * target_config.width), jnp.bfloat16
   batch = {}
@@ -263,7 +270,7 @@ def largest(text: str) -> tuple[tuple[int, str, str], ...]:
 
 def train_flops(
     target: target_lib.TargetConfig, drafter: drafter_lib.DrafterConfig, *, rows: int, length: int, anchors: int,
-    online: bool
+    document: int, online: bool
 ) -> float:
   """Floating-point operations of a train step that no program can do without; two for each product and sum.
 
@@ -275,6 +282,8 @@ def train_flops(
     rows: B.
     length: T.
     anchors: A.
+    document: tokens of each of the documents that fill a row; none sees another. Where they are of unknown lengths,
+      the longest possible give an upper bound.
     online: whether the target's features are computed in the step.
   """
   d, heads, kv = drafter, drafter.num_heads * drafter.head_dim, drafter.num_kv_heads * drafter.head_dim
@@ -282,7 +291,7 @@ def train_flops(
   context = length * len(d.target_layers) * d.width * d.width  # fc.
   context += d.num_layers * length * d.width * 2 * kv
   block = d.num_layers * slots * (d.width * (2 * heads + 2 * kv) + 3 * d.width * d.mlp_width)
-  seen = min(d.window or length, length / 2) + d.block_size
+  seen = min(d.window or document, document / 2) + d.block_size
   attention = d.num_layers * slots * seen * 2 * heads
   # The backward pass has two products for each of the forward pass; the head, which is frozen, has one.
   head = 2 * anchors * (d.block_size - 1) * (d.vocab_size or target.vocab_size) * d.width
@@ -292,7 +301,7 @@ def train_flops(
     t, t_heads = target, target.num_heads * target.head_dim
     t_kv = t.num_kv_heads * t.head_dim
     matrices = t.width * (2 * t_heads + 2 * t_kv) + 3 * t.width * t.mlp_width
-    total += layers * (length * matrices + length * length / 2 * 2 * t_heads)
+    total += layers * (length * matrices + length * document / 2 * 2 * t_heads)
   return 2.0 * rows * total
 
 

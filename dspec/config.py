@@ -33,6 +33,7 @@ _CHOICES = {
     'target.dtype': ('float32', 'bfloat16'),
     'train.compute_dtype': ('bfloat16', 'float32'),
     'train.remat': ('none', 'layers'),
+    'train.attention': ('auto', 'xla', 'splash'),
     'evaluate.checkpoint': ('last', 'best'),
     'evaluate.dtype': ('float32', 'bfloat16'),
     'evaluate.latency_dtype': ('bfloat16', 'float32'),
@@ -49,7 +50,7 @@ _AT_LEAST_ONE = (
     'mechanisms.max_new_tokens',
 )
 _AT_LEAST_ZERO = (
-    'seed', 'data.seed', 'data.held_out', 'data.response_temperature', 'drafter.mask_token_id',
+    'seed', 'data.seed', 'data.held_out', 'data.row_tokens', 'data.response_temperature', 'drafter.mask_token_id',
     'drafter.window', 'drafter.vocab_size', 'mesh.data', 'train.steps', 'loss.first_error', 'loss.chain',
     'train.weight_decay', 'train.evaluate_every', 'evaluate.temperature', 'evaluate.latency_prompts',
     'generate.temperature', 'generate.top_k', 'generate.drafter_temperature', 'generate.tree_size',
@@ -106,6 +107,8 @@ def default(budget: str = '') -> ml_collections.ConfigDict:
   data.response_temperature = 0.0  # The text that greedy decoding, as evaluated, will meet.
   data.generation_batch_size = 200
   data.features = 'cached'  # 'cached' on disk, or 'online': computed again at each step.
+  # Tokens of a training row, which is filled with several conversations that do not see one another; 0: one a row.
+  data.row_tokens = 0
 
   drafter = config.drafter = ml_collections.ConfigDict()
   # A folder with a DFlash or speculators drafter to start from; with train.steps=0 it is evaluated as it is.
@@ -142,6 +145,7 @@ def default(budget: str = '') -> ml_collections.ConfigDict:
   train.head_chunk = 480  # Slots whose logits over the vocabulary are held at once.
   train.compute_dtype = 'bfloat16'  # Of the matmuls' operands; weights and sums stay float32.
   train.remat = 'none'  # Or 'layers': the drafter's are computed once more in the backward pass, which saves memory.
+  train.attention = 'auto'  # Of the drafter: 'xla', on any device; 'splash', a kernel for TPUs; 'auto': by device.
   # Parts of a batch, computed one after the other: the same gradient in less memory, for a third more work.
   train.accumulate = 1
   # Decay of a running mean of the parameters, which is then what is evaluated, exported and generated with; 0: none.
@@ -278,14 +282,15 @@ def use_target(config: ml_collections.ConfigDict, name: str) -> None:
 def use_paper_scale(config: ml_collections.ConfigDict) -> None:
   """Sets what arXiv 2606.11552 trains with, for accelerators; and an evaluation to match.
 
-  Four layers that see their whole context and draft all tokens; 32 sequences of 4096 tokens a step, 512 blocks in each;
-  learning rate 1e-3 with 1.5 % of warm-up; three epochs. Answers are the target's own, at most 2048 tokens at
-  temperature 0.7, as in its ablation; the number of prompts is ours.
+  Four layers that see their whole context and draft all tokens; 32 rows of 4096 tokens a step, 512 blocks in each;
+  learning rate 1e-3 with 1.5 % of warm-up; as many steps as three epochs of one conversation a row, which are more
+  epochs of packed rows. Answers are the target's own, at most 2048 tokens at temperature 0.7, as in its ablation; the
+  number of prompts is ours.
   """
   config.target.dtype = 'bfloat16'
   config.data.update(
       num_prompts=100_000, held_out=160, max_prompt_tokens=1984, max_response_tokens=2048, response_temperature=0.7,
-      generation_batch_size=256, features='online')
+      generation_batch_size=256, features='online', row_tokens=4096)
   config.drafter.update(num_layers=4, block_size=16, window=0, vocab_size=0)
   config.train.update(
       steps=3 * (100_000 - 160) // 32, batch_size=32, anchors=512, learning_rate=1e-3, warmup_fraction=0.015,
@@ -539,6 +544,8 @@ def _value_problems(config: ml_collections.ConfigDict) -> list[str]:
           'no drafter there; give a folder with config.json and safetensors')
   require(drafter.block_size >= 2, 'drafter.block_size',
           'must be at least 2: the anchor and one drafted token')
+  require(data.row_tokens <= 0 or data.row_tokens >= drafter.block_size, 'data.row_tokens',
+          f'must hold a block of drafter.block_size={drafter.block_size} tokens, or be 0: one conversation a row')
   layers = drafter.target_layers
   require(layers and all(type(layer) is int and layer >= 0 for layer in layers)
           and list(layers) == sorted(set(layers)), 'drafter.target_layers',

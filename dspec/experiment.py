@@ -43,6 +43,7 @@ from dspec.models import target as target_lib
 _FREE = (
     'evaluate.', 'generate.', 'mechanisms.', 'mesh.', 'cache_dir', 'data.generation_batch_size', 'data.prompts_dir',
     'train.log_every', 'train.checkpoint_every', 'train.keep', 'train.profile_steps', 'train.remat', 'train.accumulate',
+    'train.attention',
 )
 
 
@@ -74,6 +75,7 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
   mechanisms.check(config)
   for _, arm in arms(config):
     sharding.check_batch(jax.sharding.get_mesh(), arm.train.batch_size, arm.train.accumulate)
+    train.choose_attention(arm, jax.sharding.get_mesh())
   cache_dir = config_lib.cache_dir(config)
   multihost.check_shared('--workdir', workdir)
   multihost.check_shared('--config.cache_dir', cache_dir)
