@@ -489,6 +489,22 @@ esac
     assert (tmp_path / 'calls').read_text().splitlines() == expected
 
 
+# ---- One GPU ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize('has_gpu', [True, False])
+def test_gpu_check(tmp_path, has_gpu):
+  fake(tmp_path, 'python', f'#!/bin/sh\necho "$1 $2 $XLA_PYTHON_CLIENT_MEM_FRACTION" >>{tmp_path}/calls\n'
+       f'[ "$1" != -c ] || exit {0 if has_gpu else 1}\n')
+  status, _, err = launch('gpu_check.sh', f'--python={tmp_path}/python')
+  calls = (tmp_path / 'calls').read_text().splitlines()
+  assert calls[0].startswith('-c import jax')
+  if has_gpu:
+    assert (status, calls[1:]) == (0, ['-m pytest ', 'experiments/benchmarks/accelerator.py  .95'])
+  else:
+    assert status == 2 and len(calls) == 1 and 'sees no GPU' in err
+
+
 # ---- Slurm ------------------------------------------------------------------------------------------
 
 SHARED = ['--config=experiments/targets/llama3_8b.py:smoke', '--workdir=/shared/runs/chain']

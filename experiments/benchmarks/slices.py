@@ -4,8 +4,8 @@
 
 For each target and generation of TPUs it compiles the train step and the decoding of `--mode=compile`, with the paper's
 batch, begins where a measured slice says that it should fit, and ends when one fits and the next smaller one does not.
-Writes table.md and slices.json to `--out`. Each compilation is kept in `--out`/compiled.jsonl as it ends: the same command
-goes on where it was stopped. A compilation takes 3 to 10 minutes of one core, the whole table some hours.
+Writes table.md and slices.json to `--results`, and each compilation to compiled.jsonl there, as it ends: the same command goes
+on where it was stopped. A compilation takes 3 to 10 minutes of one core, the whole table some hours.
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,7 +24,7 @@ from dspec import compile as compile_lib
 from dspec import config as config_lib
 from dspec import json_lines
 
-_OUT = flags.DEFINE_string('out', 'experiments/results/slices', 'Folder of the table and what it is made of.')
+_RESULTS = flags.DEFINE_string('results', 'experiments/results/slices', 'Folder of the table and what it is made of.')
 _ONLY = flags.DEFINE_list('only', [], 'Targets, as llama3_8b; all by default.')
 _COMPILE = flags.DEFINE_list('compile', [], 'TARGET,SLICE: only compile that; what each process is started with.')
 
@@ -150,7 +150,7 @@ def main(argv: Sequence[str]) -> None:
   if _COMPILE.value:
     print(json.dumps(compile_for(*_COMPILE.value)))
     return
-  out = pathlib.Path(_OUT.value)
+  out = pathlib.Path(_RESULTS.value)
   path = out / 'compiled.jsonl'
   records = json_lines.read_whole(path)
   cells = [(target, generation) for target in _ONLY.value or TARGETS for generation in SLICES]
