@@ -59,6 +59,7 @@ _OR_NONE = {'loss.gamma': float, 'evaluate.prompt_seed': int}  # Their default i
 _ABOVE_ZERO = ('data.prompt_temperature', 'train.learning_rate', 'train.clip_norm')
 _NAME = re.compile(r'[\w.-]*\w[\w.-]*')  # Of experiments and arms: they name folders.
 _NAME_RULE = 'letters, digits, "_", "-" and "." only'
+_URL = re.compile(r'[A-Za-z][A-Za-z0-9+.-]*://')
 
 _Config = ml_collections.ConfigDict | Mapping[str, Any]
 
@@ -416,13 +417,17 @@ def _type_name(value: Any) -> str:
 # ---- Checks --------------------------------------------------------------------------------------
 
 
-def validate(config: ml_collections.ConfigDict) -> None:
+def validate(config: ml_collections.ConfigDict, workdir: str = '') -> None:
   """Checks what can be known before any work.
+
+  Args:
+    config: any.
+    workdir: of the run; '' where there is none.
 
   Raises:
     UserError: with every problem found, one a line, each naming its option as on the command line.
   """
-  problems = _type_problems(config) or _value_problems(config)
+  problems = (_type_problems(config) or _value_problems(config)) + _folder_problems(config, workdir)
   if problems:
     raise UserError('\n'.join(problems))
 
@@ -497,6 +502,15 @@ def _type_problems(config: ml_collections.ConfigDict) -> list[str]:
     if type(value) is not type(reference[key]):  # A file may put None anywhere, or True for 1.
       problems.append(_problem(key, value, f'must be {_type_name(reference[key])}'))
   return problems
+
+
+def _folder_problems(config: ml_collections.ConfigDict, workdir: str) -> list[str]:
+  """URLs where a run writes: it appends to files, renames folders and locks, which only a file system does."""
+  cache = '--config.cache_dir', config.get('cache_dir')
+  if not cache[1]:
+    cache = '$DSPEC_CACHE_DIR', os.environ.get('DSPEC_CACHE_DIR', '')
+  return [f'{name}={path}: is a URL, and a run needs a folder; mount the bucket (launch/README.md says how) and give '
+          'a path below' for name, path in (('--workdir', workdir), cache) if _URL.match(str(path))]
 
 
 def _value_problems(config: ml_collections.ConfigDict) -> list[str]:

@@ -8,6 +8,7 @@ import sys
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 import numpy as np
 import pytest
 
@@ -192,11 +193,32 @@ def test_for_a_tpu():
   assert 'of memory' in printed
 
 
-def test_what_does_not_fit_is_told_with_advice():
+def test_sizes_of_arguments():
+  where = lambda *spec: NamedSharding(AbstractMesh((4, 2), ('fsdp', 'tensor')), PartitionSpec(*spec))
+  arguments = {
+      'kernel': jax.ShapeDtypeStruct((8, 6), jnp.float32, sharding=where('fsdp', 'tensor')),
+      'rows': [jax.ShapeDtypeStruct((16, 3), jnp.bfloat16, sharding=where(('fsdp', 'tensor')))],
+      'scale': jax.ShapeDtypeStruct((5,), jnp.int8, sharding=where())}
+  assert compile_lib.size_of(arguments) == 2 * 3 * 4 + 2 * 3 * 2 + 5
+
+
+@pytest.mark.parametrize('change, mesh, text', [
+    ('config.train.update(batch_size=8192, head_chunk=10**8)', '{"fsdp": 8}', 'RESOURCE_EXHAUSTED'),
+    # Nothing is compiled for a copy of 8 billion parameters, and a drafter in training, on each device.
+    ('config_lib.use_target(config, "llama3_8b"); config.train.batch_size = 8', '{}', 'parameters and batch alone take'),
+])
+def test_what_does_not_fit_is_told_with_advice(change, mesh, text):
   pytest.importorskip('libtpu', reason="needs pip install '.[tpu]'")
-  script = SCRIPT.replace('config.train.batch_size = 8', 'config.train.update(batch_size=8192, head_chunk=10**8)')
+  script = SCRIPT.rpartition('print(')[0].replace('config.train.batch_size = 8', change) + '''
+try:
+  compile_lib.run(config, sys.argv[1])
+except compile_lib.DoesNotFit as error:
+  print(error.used)
+  raise
+'''
   done = subprocess.run(
-      [sys.executable, '-c', script, 'v5e:2x4', '{"fsdp": 8}'], capture_output=True, text=True, timeout=600,
+      [sys.executable, '-c', script, 'v5e:2x4', mesh], capture_output=True, text=True, timeout=600,
       env={**os.environ, 'PYTHONPATH': str(ROOT), 'JAX_PLATFORMS': 'cpu'}, check=False)
   assert done.returncode == 1
-  assert 'UserError: train step on v5e:2x4' in done.stderr and '--config.train.head_chunk' in done.stderr
+  assert f'DoesNotFit: train step on v5e:2x4: {text}' in done.stderr and '--config.train.head_chunk' in done.stderr
+  assert int(done.stdout) > 16 * 2**30
