@@ -57,7 +57,7 @@ class DoesNotFit(UserError):
   """A program that takes more memory than a device has.
 
   Attributes:
-    used: bytes of one device that it would take; None where the compiler does not say.
+    used: bytes of one device that it would take, or its temporaries alone; None where the compiler does not say.
   """
 
   def __init__(self, message: str, used: int | None):
@@ -264,7 +264,7 @@ def _compile(name: str, lowered: jax.stages.Lowered, flops: float | None, topolo
     if 'RESOURCE_EXHAUSTED' not in str(error):
       raise
     message = str(error)
-    used = re.search(r'[Uu]sed ([\d.]+)([KMG]) of', message)
+    used = re.search(r'(?:[Uu]sed |\()([\d.]+)([KMG])\)? (?:of|exceeds)', message)
     raise DoesNotFit(
         f'{name} on {topology}: {_shortened(message)}\n{_ADVICE}',
         used and int(float(used[1]) * 2 ** {'K': 10, 'M': 20, 'G': 30}[used[2]])) from error

@@ -30,7 +30,7 @@ def test_slices_ascend_and_their_meshes_divide_the_batch():
     counts = [slices.chips(name) for name in names]
     assert counts == sorted(set(counts)) and counts[0] == 4
     for name, count in zip(names, counts):
-      assert name.startswith(f'{generation}:') and slices.memory(name) == compile_lib.HBM[generation] * 2**30
+      assert name.startswith(f'{generation}:') and slices.memory(name) <= compile_lib.HBM[generation] * 2**30
       split = slices.mesh(name)
       assert split['fsdp'] * split['tensor'] == count and 32 % split['fsdp'] == 0
   assert slices.mesh('v5e:8x16') == {'fsdp': 32, 'tensor': 4} and slices.mesh('v5p:2x2x2') == {'fsdp': 8, 'tensor': 1}
