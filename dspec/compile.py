@@ -36,8 +36,8 @@ from dspec.models import target as target_lib
 # GiB of memory of a chip: https://cloud.google.com/tpu/docs/system-architecture-tpu-vm.
 HBM = {'v4': 32, 'v5e': 16, 'v5p': 95, 'v6e': 32}
 # TFLOP/s of dense matrix products in bfloat16, by JAX's name of a device; TPUs: as above, a page for each generation;
-# GPUs: the data sheets, https://www.nvidia.com/en-us/data-center/h100, .../h200 and .../a100, where figures of the first
-# two are with sparsity, twice these.
+# GPUs: the data sheets, https://www.nvidia.com/en-us/data-center/h100, .../h200 and .../a100, where figures of the
+# first two are with sparsity, twice these.
 PEAK = {
     'TPU v4': 275, 'TPU v5 lite': 197, 'TPU v5': 459, 'TPU v6 lite': 918,
     'NVIDIA A100-SXM4-40GB': 312, 'NVIDIA A100-SXM4-80GB': 312,
@@ -58,7 +58,7 @@ class DoesNotFit(UserError):
   """A program that takes more memory than a device has.
 
   Attributes:
-    used: bytes of one device that it would take; None where the compiler does not say.
+    used: bytes of one device that it would take, or its temporaries alone; None where the compiler does not say.
   """
 
   def __init__(self, message: str, used: int | None):
@@ -273,7 +273,7 @@ def _compile(name: str, lowered: jax.stages.Lowered, flops: float | None, topolo
     if 'RESOURCE_EXHAUSTED' not in str(error):
       raise
     message = str(error)
-    used = re.search(r'[Uu]sed ([\d.]+)([KMG]) of', message)
+    used = re.search(r'(?:[Uu]sed |\()([\d.]+)([KMG])\)? (?:of|exceeds)', message)
     raise DoesNotFit(
         f'{name} on {topology}: {_shortened(message)}\n{_ADVICE}',
         used and int(float(used[1]) * 2 ** {'K': 10, 'M': 20, 'G': 30}[used[2]])) from error
@@ -285,8 +285,8 @@ def _compile(name: str, lowered: jax.stages.Lowered, flops: float | None, topolo
 
 
 def _too_large(name: str, topology: str, size: int, memory: int) -> str:
-  return (f'{name} on {topology}: parameters and batch alone take {size / 2**30:.2f} GiB of the {memory / 2**30:.0f} GiB '
-          f'of a device\n{_ADVICE}')
+  return (f'{name} on {topology}: parameters and batch alone take {size / 2**30:.2f} GiB of the '
+          f'{memory / 2**30:.0f} GiB of a device\n{_ADVICE}')
 
 
 def _shortened(message: str) -> str:

@@ -104,7 +104,7 @@ check_flags() {  # REPOSITORY FLAGS...: of dspec.main. Sets `workdir` and `cache
   [[ $workdir ]] || die '--workdir: missing after --; without it a restarted run would not find its checkpoints'
 }
 
-check_mounted() {  # After check_flags: what the run writes lies in the bucket. Adds --config.cache_dir where it is missing.
+check_mounted() {  # After check_flags: what a run writes lies in the bucket. Adds a missing --config.cache_dir.
   [[ $workdir == "$mount"/?* ]] ||
     die "--workdir: '$workdir' is not below $mount, where the bucket is; local disks go with the machines"
   [[ $cache_dir ]] || { cache_dir=$mount/cache; flags+=("--config.cache_dir=$cache_dir"); }

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Checks one GPU in under 8 minutes: the tests that need one; then, on the shape of Qwen3-8B with random weights, 50 train
-# steps and the decoding of one prompt: tokens/s, MFU, peak memory, and how attention is computed. From any folder:
+# Checks one GPU in under 8 minutes: the tests that need one; then, on the shape of Qwen3-8B with random weights, 50
+# train steps and the decoding of one prompt: tokens/s, MFU, peak memory, how attention is computed. From any folder:
 #
 #   pip install -e '.[test]' 'jax[cuda12]' && launch/gpu_check.sh
 #

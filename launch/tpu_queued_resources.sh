@@ -49,7 +49,7 @@ check_namespace() {
   local enabled
   enabled=$(run gcloud storage buckets describe "gs://$bucket" --raw --format='value(hierarchicalNamespace.enabled)')
   [[ ! $dry_run ]] || { echo "$enabled"; return; }
-  [[ $enabled == True ]] || die "--bucket: $bucket has no hierarchical namespace, which checkpoints need; launch/README.md"
+  [[ $enabled == True ]] || die "--bucket: $bucket has no hierarchical namespace, see launch/README.md"
 }
 
 create() {

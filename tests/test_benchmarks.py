@@ -1,4 +1,4 @@
-"""The scripts of experiments/benchmarks that decide something: the search for the smallest slice, and speeds of a device."""
+"""Of experiments/benchmarks: the search for the smallest slice, and speeds of a device."""
 
 import importlib.util
 import pathlib
@@ -30,7 +30,7 @@ def test_slices_ascend_and_their_meshes_divide_the_batch():
     counts = [slices.chips(name) for name in names]
     assert counts == sorted(set(counts)) and counts[0] == 4
     for name, count in zip(names, counts):
-      assert name.startswith(f'{generation}:') and slices.memory(name) == compile_lib.HBM[generation] * 2**30
+      assert name.startswith(f'{generation}:') and slices.memory(name) <= compile_lib.HBM[generation] * 2**30
       split = slices.mesh(name)
       assert split['fsdp'] * split['tensor'] == count and 32 % split['fsdp'] == 0
   assert slices.mesh('v5e:8x16') == {'fsdp': 32, 'tensor': 4} and slices.mesh('v5p:2x2x2') == {'fsdp': 8, 'tensor': 1}
@@ -71,7 +71,8 @@ def test_a_measured_slice_shortens_the_search():
   records, _ = search(needed, total)
   assert [record['slice'] for record in records] == ['v5p:2x2x1', 'v6e:2x4', 'v6e:2x2', 'v5e:4x4', 'v5e:2x4']
   # The nearest by number of chips tells, whatever its generation.
-  known = [{'slice': 'v6e:2x2', 'used': 30 * 2**30}, {'slice': 'v5p:2x4x4', 'used': 2**30}, {'slice': 'v5e:2x4', 'used': None}]
+  known = [
+      {'slice': 'v6e:2x2', 'used': 30 * 2**30}, {'slice': 'v5p:2x4x4', 'used': 2**30}, {'slice': 'v5e:2x4', 'used': None}]
   assert slices.predicted('v5e:2x4', known) == 15 * 2**30
   assert slices.predicted('v5e:8x8', known) == 2**29
 
@@ -105,5 +106,5 @@ def test_speeds_of_tiny_sizes():
 
 
 def test_kernels_of_attention_are_named():
-  program = 'x = custom-call(y), custom_call_target="__cudnn$fmhaSoftmax"\nz = custom-call(x), custom_call_target="__cublas$gemm"'
+  program = '\n'.join(f'custom-call(x), custom_call_target="{name}"' for name in ('__cudnn$fmhaSoftmax', '__cublas$gemm'))
   assert accelerator.attention_of(program) == '__cudnn$fmhaSoftmax'

@@ -205,7 +205,7 @@ def test_sizes_of_arguments():
 @pytest.mark.parametrize('change, mesh, text', [
     ('config.train.update(batch_size=8192, head_chunk=10**8)', '{"fsdp": 8}', 'RESOURCE_EXHAUSTED'),
     # Nothing is compiled for a copy of 8 billion parameters, and a drafter in training, on each device.
-    ('config_lib.use_target(config, "llama3_8b"); config.train.batch_size = 8', '{}', 'parameters and batch alone take'),
+    ('config_lib.use_target(config, "llama3_8b"); config.train.batch_size = 8', '{}', 'parameters and batch alone'),
 ])
 def test_what_does_not_fit_is_told_with_advice(change, mesh, text):
   pytest.importorskip('libtpu', reason="needs pip install '.[tpu]'")

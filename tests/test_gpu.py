@@ -42,7 +42,7 @@ def make_config(**data):
 
 
 def test_speculative_decoding_says_what_plain_decoding_says(gpu, model):
-  """Rows of several lengths, two block sizes; the drafts are those of an untrained drafter, some of them right by chance."""
+  """Rows of several lengths, two block sizes; an untrained drafter, of whose drafts some are right by chance."""
   target, params = model
   config = train.make_drafter_config(make_config(), target.config)
   drafter_params = train.init_params(drafter_lib.Drafter(config), jax.random.key(2))

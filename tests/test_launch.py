@@ -478,7 +478,8 @@ echo "${*:2:2}" >>"$HOME/calls"
 case "$*" in
   '-m uv --version') [[ -e $HOME/uv ]] ;;
   '-m pip install'*) touch "$HOME/uv" ;;
-  '-m uv venv'*) mkdir -p "${@: -1}/bin" && printf '#!/bin/sh\\n' >"${@: -1}/bin/python" && chmod +x "${@: -1}/bin/python" ;;
+  '-m uv venv'*)
+    mkdir -p "${@: -1}/bin" && printf '#!/bin/sh\\n' >"${@: -1}/bin/python" && chmod +x "${@: -1}/bin/python" ;;
 esac
 ''')
   first = ['sudo install', 'gcsfuse --metadata-cache-ttl-secs=0', 'uv --version', 'pip install', 'uv venv', 'uv pip']

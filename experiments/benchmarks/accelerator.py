@@ -2,10 +2,10 @@
 
   python experiments/benchmarks/accelerator.py
 
-Takes a target of the paper by its shape, with random weights, and the paper's batch as eight devices would share it: 4 rows
-of 4096 tokens a device, 512 blocks in each, the drafter's layers computed twice. The programs are those of `--mode=compile`.
-With --smoke, tiny sizes for any machine. Random weights accept no draft: what speculative decoding gains is told for
-accepted lengths that one may have.
+Takes a target of the paper by its shape, with random weights, and the paper's batch as eight devices would share it: 4
+rows of 4096 tokens a device, 512 blocks in each, the drafter's layers computed twice. The programs are those of
+`--mode=compile`. With --smoke, tiny sizes for any machine. Random weights accept no draft: what speculative decoding
+gains is told for accepted lengths that one may have.
 """
 
 from collections.abc import Callable, Sequence
@@ -101,7 +101,9 @@ def filled_batch(shapes: dict[str, jax.ShapeDtypeStruct], vocab_size: int, block
   return {name: jax.device_put(arrays[name].astype(x.dtype), x.sharding) for name, x in shapes.items()}
 
 
-def train_speed(config: ml_collections.ConfigDict, target_config: target_lib.TargetConfig, steps: int) -> dict[str, Any]:
+def train_speed(
+    config: ml_collections.ConfigDict, target_config: target_lib.TargetConfig, steps: int
+) -> dict[str, Any]:
   """Times train steps on the mesh of `jax.set_mesh`.
 
   Raises:
@@ -134,7 +136,7 @@ def train_speed(config: ml_collections.ConfigDict, target_config: target_lib.Tar
       'tokens/s': f'{rows * length / seconds:.0f}',
       'blocks/s': f'{rows * config.train.anchors / seconds:.0f}',
       'TFLOP/s a device': f'{flops / seconds / devices / 1e12:.1f}',
-      'MFU': f'{flops / seconds / devices / (peak * 1e12):.1%} of {peak} TFLOP/s' if peak else f'unknown peak of {kind}',
+      'MFU': f'{flops / seconds / devices / (peak * 1e12):.1%} of {peak} TFLOP/s' if peak else f'no known peak of {kind}',
       'memory, peak': _peak_memory(),
       'attention': attention_of(compiled.as_text()),
       'loss': f'{loss:.3f}',
@@ -160,7 +162,8 @@ def decode_speed(config: ml_collections.ConfigDict, target_config: target_lib.Ta
   plain_rows, plain_seconds = _timed(plain)
   same = (np.asarray(rows.tokens_BxT) == np.asarray(plain_rows.tokens_BxT)).mean()
   step, round_ = plain_seconds / new_tokens, seconds / rounds
-  speeds = ', '.join(f'{length / round_:.0f} at {length}' for length in _ACCEPTED if length <= config.drafter.block_size)
+  lengths_told = [length for length in _ACCEPTED if length <= config.drafter.block_size]
+  speeds = ', '.join(f'{length / round_:.0f} at {length}' for length in lengths_told)
   return {
       'prompt and answer': f'{prompts.shape[1]} and {new_tokens} tokens, {config.evaluate.dtype}',
       'plain, tokens/s': f'{1 / step:.1f}',
