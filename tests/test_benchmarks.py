@@ -72,7 +72,8 @@ def test_a_measured_slice_shortens_the_search():
   assert [record['slice'] for record in records] == ['v5p:2x2x1', 'v6e:2x4', 'v6e:2x2', 'v5e:4x4', 'v5e:2x4']
   # The nearest by number of chips tells, whatever its generation.
   known = [
-      {'slice': 'v6e:2x2', 'used': 30 * 2**30}, {'slice': 'v5p:2x4x4', 'used': 2**30}, {'slice': 'v5e:2x4', 'used': None}]
+      {'slice': 'v6e:2x2', 'used': 30 * 2**30}, {'slice': 'v5p:2x4x4', 'used': 2**30},
+      {'slice': 'v5e:2x4', 'used': None}]
   assert slices.predicted('v5e:2x4', known) == 15 * 2**30
   assert slices.predicted('v5e:8x8', known) == 2**29
 
@@ -106,5 +107,6 @@ def test_speeds_of_tiny_sizes():
 
 
 def test_kernels_of_attention_are_named():
-  program = '\n'.join(f'custom-call(x), custom_call_target="{name}"' for name in ('__cudnn$fmhaSoftmax', '__cublas$gemm'))
+  call = 'custom-call(x), custom_call_target="{}"'.format
+  program = '\n'.join(map(call, ('__cudnn$fmhaSoftmax', '__cublas$gemm')))
   assert accelerator.attention_of(program) == '__cudnn$fmhaSoftmax'

@@ -128,15 +128,15 @@ def train_speed(
   if not np.isfinite(loss):
     raise FloatingPointError(f'loss {loss} after {steps} steps')
   kind, devices = jax.devices()[0].device_kind, jax.device_count()
-  peak = compile_lib.PEAK.get(kind)
+  peak, rate = compile_lib.PEAK.get(kind), flops / seconds / devices / 1e12
   return {
       'batch': f'{rows} rows of {length} tokens, {config.train.anchors} blocks each',
       'compilation': f'{compile_seconds:.0f} s',
       'step': f'{seconds:.3f} s',
       'tokens/s': f'{rows * length / seconds:.0f}',
       'blocks/s': f'{rows * config.train.anchors / seconds:.0f}',
-      'TFLOP/s a device': f'{flops / seconds / devices / 1e12:.1f}',
-      'MFU': f'{flops / seconds / devices / (peak * 1e12):.1%} of {peak} TFLOP/s' if peak else f'no known peak of {kind}',
+      'TFLOP/s a device': f'{rate:.1f}',
+      'MFU': f'{rate / peak:.1%} of {peak}' if peak else f'no known peak of {kind}',
       'memory, peak': _peak_memory(),
       'attention': attention_of(compiled.as_text()),
       'loss': f'{loss:.3f}',
