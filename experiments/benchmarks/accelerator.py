@@ -53,7 +53,7 @@ def at_paper_scale(target: str, rows: int) -> tuple[ml_collections.ConfigDict, t
 def tiny() -> tuple[ml_collections.ConfigDict, target_lib.TargetConfig]:
   """The same, in seconds on a CPU."""
   config, shape = at_paper_scale('qwen3_8b', 2)
-  config.data.update(max_prompt_tokens=32, max_response_tokens=32)
+  config.data.update(max_prompt_tokens=32, max_response_tokens=32, row_tokens=96)
   config.drafter.update(num_layers=1, block_size=4, target_layers=(0,), mask_token_id=3)
   config.train.update(anchors=8, head_chunk=64)
   config.evaluate.update(max_new_tokens=8, dtype='float32')
@@ -96,6 +96,8 @@ def filled_batch(shapes: dict[str, jax.ShapeDtypeStruct], vocab_size: int, block
       'anchors': np.sort(rng.integers(1, length - block_size, size=shapes['anchors'].shape), axis=1),
       'is_anchor': np.ones(shapes['anchors'].shape),
   }
+  if 'starts' in shapes:  # One document a row, as the operations are counted.
+    arrays['starts'] = np.zeros(shapes['starts'].shape)
   if 'features' in shapes:
     arrays['features'] = rng.normal(size=shapes['features'].shape)
   return {name: jax.device_put(arrays[name].astype(x.dtype), x.sharding) for name, x in shapes.items()}
