@@ -19,6 +19,6 @@ parse python '' "$@"
 cd "$repository"
 [[ $dry_run ]] || "$python" -c 'import jax; jax.devices("gpu")' 2>/dev/null ||
   die "--python: JAX in '$python' sees no GPU; pip install 'jax[cuda12]'"
-run "$python" -m pytest tests -m gpu -n 0
+run env JAX_DISABLE_MOST_OPTIMIZATIONS=0 "$python" -m pytest tests -m gpu -n 0
 # Nearly all memory from the start: by default JAX takes three quarters.
 run env XLA_PYTHON_CLIENT_MEM_FRACTION=.95 "$python" experiments/benchmarks/accelerator.py
