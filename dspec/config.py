@@ -33,6 +33,7 @@ _CHOICES = {
     'target.dtype': ('float32', 'bfloat16'),
     'train.compute_dtype': ('bfloat16', 'float32'),
     'train.remat': ('none', 'layers'),
+    'train.attention': ('auto', 'xla', 'splash'),
     'evaluate.checkpoint': ('last', 'best'),
     'evaluate.dtype': ('float32', 'bfloat16'),
     'evaluate.latency_dtype': ('bfloat16', 'float32'),
@@ -49,7 +50,7 @@ _AT_LEAST_ONE = (
     'mechanisms.max_new_tokens',
 )
 _AT_LEAST_ZERO = (
-    'seed', 'data.seed', 'data.held_out', 'data.response_temperature', 'drafter.mask_token_id',
+    'seed', 'data.seed', 'data.held_out', 'data.row_tokens', 'data.response_temperature', 'drafter.mask_token_id',
     'drafter.window', 'drafter.vocab_size', 'mesh.data', 'train.steps', 'loss.first_error', 'loss.chain',
     'train.weight_decay', 'train.evaluate_every', 'evaluate.temperature', 'evaluate.latency_prompts',
     'generate.temperature', 'generate.top_k', 'generate.drafter_temperature', 'generate.tree_size',
@@ -58,6 +59,7 @@ _OR_NONE = {'loss.gamma': float, 'evaluate.prompt_seed': int}  # Their default i
 _ABOVE_ZERO = ('data.prompt_temperature', 'train.learning_rate', 'train.clip_norm')
 _NAME = re.compile(r'[\w.-]*\w[\w.-]*')  # Of experiments and arms: they name folders.
 _NAME_RULE = 'letters, digits, "_", "-" and "." only'
+_URL = re.compile(r'[A-Za-z][A-Za-z0-9+.-]*://')
 
 _Config = ml_collections.ConfigDict | Mapping[str, Any]
 
@@ -106,6 +108,8 @@ def default(budget: str = '') -> ml_collections.ConfigDict:
   data.response_temperature = 0.0  # The text that greedy decoding, as evaluated, will meet.
   data.generation_batch_size = 200
   data.features = 'cached'  # 'cached' on disk, or 'online': computed again at each step.
+  # Tokens of a training row, which is filled with several conversations that do not see one another; 0: one a row.
+  data.row_tokens = 0
 
   drafter = config.drafter = ml_collections.ConfigDict()
   # A folder with a DFlash or speculators drafter to start from; with train.steps=0 it is evaluated as it is.
@@ -142,6 +146,7 @@ def default(budget: str = '') -> ml_collections.ConfigDict:
   train.head_chunk = 480  # Slots whose logits over the vocabulary are held at once.
   train.compute_dtype = 'bfloat16'  # Of the matmuls' operands; weights and sums stay float32.
   train.remat = 'none'  # Or 'layers': the drafter's are computed once more in the backward pass, which saves memory.
+  train.attention = 'auto'  # Of the drafter: 'xla', on any device; 'splash', a kernel for TPUs; 'auto': by device.
   # Parts of a batch, computed one after the other: the same gradient in less memory, for a third more work.
   train.accumulate = 1
   # Decay of a running mean of the parameters, which is then what is evaluated, exported and generated with; 0: none.
@@ -167,6 +172,9 @@ def default(budget: str = '') -> ml_collections.ConfigDict:
   evaluate.samples = 1  # Answers to each prompt, above temperature 0.
   evaluate.dtype = 'float32'  # Of the matmuls' operands; exact in float32 alone.
   evaluate.block_size = 0  # Of decoding; 0: the trained one.
+  # Whether rounds are found by reading plain decoding's answers, in a fraction of the time, and not by decoding: what is
+  # accepted is the same, speed and exactness are not measured. See `dspec.decoding.replay`.
+  evaluate.replay = False
   evaluate.latency_prompts = 4  # Of each set, decoded again one at a time; 0: none.
   # Of these; 0: for each arm the fastest, from costs measured here and its acceptance on the first set.
   evaluate.latency_block_size = 0
@@ -275,14 +283,15 @@ def use_target(config: ml_collections.ConfigDict, name: str) -> None:
 def use_paper_scale(config: ml_collections.ConfigDict) -> None:
   """Sets what arXiv 2606.11552 trains with, for accelerators; and an evaluation to match.
 
-  Four layers that see their whole context and draft all tokens; 32 sequences of 4096 tokens a step, 512 blocks in each;
-  learning rate 1e-3 with 1.5 % of warm-up; three epochs. Answers are the target's own, at most 2048 tokens at
-  temperature 0.7, as in its ablation; the number of prompts is ours.
+  Four layers that see their whole context and draft all tokens; 32 rows of 4096 tokens a step, 512 blocks in each;
+  learning rate 1e-3 with 1.5 % of warm-up; as many steps as three epochs of one conversation a row, which are more
+  epochs of packed rows. Answers are the target's own, at most 2048 tokens at temperature 0.7, as in its ablation; the
+  number of prompts is ours.
   """
   config.target.dtype = 'bfloat16'
   config.data.update(
       num_prompts=100_000, held_out=160, max_prompt_tokens=1984, max_response_tokens=2048, response_temperature=0.7,
-      generation_batch_size=256, features='online')
+      generation_batch_size=256, features='online', row_tokens=4096)
   config.drafter.update(num_layers=4, block_size=16, window=0, vocab_size=0)
   config.train.update(
       steps=3 * (100_000 - 160) // 32, batch_size=32, anchors=512, learning_rate=1e-3, warmup_fraction=0.015,
@@ -305,7 +314,7 @@ def paper(budget: str, target: str = 'llama3_8b') -> ml_collections.ConfigDict:
 
   Args:
     budget: '' for a target of the paper on accelerators, 'embedded' for SmolLM2 on a CPU (the data and steps of the
-      main job, 32 prompts a set, 128 new tokens), 'smoke' for the whole path in tiny numbers.
+      main job, 32 prompts a set, 128 new tokens, replayed), 'smoke' for the whole path in tiny numbers.
     target: a key of `TARGETS`; counts for '' alone.
 
   Returns:
@@ -324,7 +333,7 @@ def paper(budget: str, target: str = 'llama3_8b') -> ml_collections.ConfigDict:
   if budget != 'smoke':
     config.evaluate.update(sets=('held_out', *BENCHMARKS), prompt_seed=0)
   if budget == 'embedded':
-    config.evaluate.update(num_prompts=32, batch_size=32, max_new_tokens=128, latency_prompts=0)
+    config.evaluate.update(num_prompts=32, batch_size=32, max_new_tokens=128, replay=True, latency_prompts=0)
   return config
 
 
@@ -408,13 +417,17 @@ def _type_name(value: Any) -> str:
 # ---- Checks --------------------------------------------------------------------------------------
 
 
-def validate(config: ml_collections.ConfigDict) -> None:
+def validate(config: ml_collections.ConfigDict, workdir: str = '') -> None:
   """Checks what can be known before any work.
+
+  Args:
+    config: any.
+    workdir: of the run; '' where there is none.
 
   Raises:
     UserError: with every problem found, one a line, each naming its option as on the command line.
   """
-  problems = _type_problems(config) or _value_problems(config)
+  problems = (_type_problems(config) or _value_problems(config)) + _folder_problems(config, workdir)
   if problems:
     raise UserError('\n'.join(problems))
 
@@ -491,6 +504,15 @@ def _type_problems(config: ml_collections.ConfigDict) -> list[str]:
   return problems
 
 
+def _folder_problems(config: ml_collections.ConfigDict, workdir: str) -> list[str]:
+  """URLs where a run writes: it appends to files, renames folders and locks, which only a file system does."""
+  cache = '--config.cache_dir', config.get('cache_dir')
+  if not cache[1]:
+    cache = '$DSPEC_CACHE_DIR', os.environ.get('DSPEC_CACHE_DIR', '')
+  return [f'{name}={path}: is a URL, and a run needs a folder; mount the bucket (launch/README.md says how) and give '
+          'a path below' for name, path in (('--workdir', workdir), cache) if _URL.match(str(path))]
+
+
 def _value_problems(config: ml_collections.ConfigDict) -> list[str]:
   """Values out of range, names that do not exist, files that are not there."""
   flat = flatten(config)
@@ -536,6 +558,8 @@ def _value_problems(config: ml_collections.ConfigDict) -> list[str]:
           'no drafter there; give a folder with config.json and safetensors')
   require(drafter.block_size >= 2, 'drafter.block_size',
           'must be at least 2: the anchor and one drafted token')
+  require(data.row_tokens <= 0 or data.row_tokens >= drafter.block_size, 'data.row_tokens',
+          f'must hold a block of drafter.block_size={drafter.block_size} tokens, or be 0: one conversation a row')
   layers = drafter.target_layers
   require(layers and all(type(layer) is int and layer >= 0 for layer in layers)
           and list(layers) == sorted(set(layers)), 'drafter.target_layers',

@@ -28,6 +28,7 @@ from dspec import json_lines
 from dspec import multihost
 from dspec import sharding
 from dspec.decoding import autoregressive
+from dspec.decoding import replay
 from dspec.decoding import sampling
 from dspec.decoding import speculative
 from dspec.errors import UserError
@@ -47,11 +48,13 @@ class Decoder:
 
   Attributes:
     compile: width P of prompts -> `(prompts_BxP, lengths_B, seeds_B) -> Rows`; a speculative one
-      `(drafter_params, prompts_BxP, lengths_B, seeds_B) -> (Rows, Trace)`. Keeps what it has compiled.
+      `(drafter_params, prompts_BxP, lengths_B, seeds_B) -> (Rows, Trace)`; one that replays takes the answers, by seed,
+      before the prompts. Keeps what it has compiled.
     batch_size: B.
     width_limit: the widest prompts that fit the context.
     eos_ids: tokens that end an answer.
     dtype: of the matrix products.
+    replays: whether it is given the answers; see `dspec.decoding.replay`.
   """
 
   compile: Callable[[int], Callable[..., Any]]
@@ -59,6 +62,7 @@ class Decoder:
   width_limit: int
   eos_ids: tuple[int, ...]
   dtype: str
+  replays: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,12 +148,14 @@ class Evaluation:
     seconds: wall-clock time of decoding, without compilation.
     batch_size: rows decoded at once.
     dtype: of the matrix products.
+    replayed: whether the answers were given: neither their speed nor that they are the target's was seen.
   """
 
   records: tuple[Record, ...]
   seconds: float
   batch_size: int
   dtype: str
+  replayed: bool = False
 
   @property
   def tokens_per_second(self) -> float:
@@ -247,6 +253,40 @@ def compile_speculative(
   return _decoder(compile_, target, batch_size, max_new_tokens + drafter.config.block_size)
 
 
+def compile_replay(
+    target: target_lib.Target,
+    target_params: Any,
+    drafter: drafter_lib.Drafter,
+    drafter_params: Any,
+    *,
+    batch_size: int,
+    max_new_tokens: int,
+) -> Decoder:
+  """The rounds of `compile_speculative`, of one greedy draft each, towards the reference's answers.
+
+  Arguments as there; the answers may have been drawn at any temperature.
+  """
+  target_params = sharding.put(target_params)
+  drafter_shapes = sharding.shapes(drafter_params)
+
+  def compile_(width: int):
+    prompts_BxP, lengths_B, _ = _batch_shape(batch_size, width)
+    answers_BxM, _, _ = _batch_shape(batch_size, max_new_tokens)
+    program = replay.generate.lower(
+        target, target_params, drafter, drafter_shapes, prompts_BxP, lengths_B, answers_BxM, lengths_B).compile()
+
+    def run(drafter_params, answers, prompts_BxP, lengths_B, seeds_B):
+      chosen = [answers[i] for i in seeds_B]
+      answers_BxM = np.stack([np.pad(answer, (0, max_new_tokens - len(answer))) for answer in chosen])
+      answer_lengths_B = np.array([len(answer) for answer in chosen], np.int32)
+      return program(target_params, drafter_params, prompts_BxP, lengths_B, answers_BxM, answer_lengths_B)
+
+    return run
+
+  decoder = _decoder(compile_, target, batch_size, max_new_tokens + drafter.config.block_size)
+  return dataclasses.replace(decoder, replays=True)
+
+
 def _batch_shape(batch_size: int, width: int) -> tuple[jax.ShapeDtypeStruct, ...]:
   shape = jax.ShapeDtypeStruct
   return (
@@ -332,7 +372,7 @@ def decode_speculatively(
   batch size.
 
   Args:
-    decoder: from `compile_speculative`.
+    decoder: from `compile_speculative` or `compile_replay`.
     drafter_params: the drafter's parameters.
     reference: from `decode_reference`, of the same batch size.
     name: what the progress bar shows.
@@ -344,11 +384,11 @@ def decode_speculatively(
     rows, trace = output
     return measure(rows, trace, row, prompts[i], questions[i], reference.tokens[i], decoder.eos_ids).to_json()
 
+  args = (sharding.put(drafter_params), *([reference.tokens] if decoder.replays else []))
   lines, seconds = _decode(
-      decoder, (sharding.put(drafter_params),), prompts, _widths(decoder, prompts, name), reference.batches, name,
-      path, describe)
+      decoder, args, prompts, _widths(decoder, prompts, name), reference.batches, name, path, describe)
   records = tuple(Record.from_json(prompts[i], questions[i], lines[i]) for i in range(len(prompts)))
-  return Evaluation(records, seconds, decoder.batch_size, decoder.dtype)
+  return Evaluation(records, seconds, decoder.batch_size, decoder.dtype, decoder.replays)
 
 
 def validator(
@@ -632,12 +672,18 @@ def _ratio(columns_4xN: np.ndarray) -> np.ndarray:
 def result(
     evaluation: Evaluation, plain_tokens_per_second: float, *, samples: int, seed: int
 ) -> dict[str, Any]:
-  """What `dspec.report` wants of an arm on a set, beside plain decoding's speed; `gain` is for the caller to fill."""
+  """What `dspec.report` wants of an arm on a set, beside plain decoding's speed; `gain` is for the caller to fill.
+
+  A replay has no speed and no identical prompts: None.
+  """
+  measured = summarise(evaluation.records, samples=samples, seed=seed)
+  if evaluation.replayed:
+    measured['identical_prompts'] = None
   return {
-      **summarise(evaluation.records, samples=samples, seed=seed),
+      **measured,
       'dtype': evaluation.dtype,
       'batch_size': evaluation.batch_size,
-      'speculative_tokens_per_second': evaluation.tokens_per_second,
+      'speculative_tokens_per_second': None if evaluation.replayed else evaluation.tokens_per_second,
       'autoregressive_tokens_per_second': plain_tokens_per_second,
       'sums': sums(evaluation.records).astype(int).tolist(),
       'gain': None,

@@ -44,6 +44,7 @@ from dspec.models import target as target_lib
 _FREE = (
     'evaluate.', 'generate.', 'mechanisms.', 'mesh.', 'cache_dir', 'data.generation_batch_size', 'data.prompts_dir',
     'train.log_every', 'train.checkpoint_every', 'train.keep', 'train.profile_steps', 'train.remat', 'train.accumulate',
+    'train.attention',
 )
 
 
@@ -75,6 +76,7 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
   mechanisms.check(config)
   for _, arm in arms(config):
     sharding.check_batch(jax.sharding.get_mesh(), arm.train.batch_size, arm.train.accumulate)
+    train.choose_attention(arm, jax.sharding.get_mesh())
   cache_dir = config_lib.cache_dir(config)
   multihost.check_shared('--workdir', workdir)
   multihost.check_shared('--config.cache_dir', cache_dir)
@@ -119,7 +121,7 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
     sizes = {name: e.block_size or arm.drafter.block_size for name, arm, *_ in trained}
     evaluations = evaluate_arms(
         config, workdir, fingerprint, target_config, params, trained, sets, dtype=jnp.dtype(e.dtype),
-        batch_size=e.batch_size, block_sizes=sizes,
+        batch_size=e.batch_size, block_sizes=sizes, replay=e.replay,
     )
     # One user waits for one answer: the speed that accepted length is for, above all where compute is scarce.
     alone = {name: prompts.first(e.latency_prompts) for name, prompts in sets.items() if e.latency_prompts}
@@ -237,7 +239,7 @@ def _of_arms(flat: Mapping[str, Any]) -> dict[str, Any]:
 
 def evaluate_arms(
     config, workdir: pathlib.Path, fingerprint: str, target_config, params, trained, sets: Mapping[str, PromptSet], *,
-    dtype, batch_size: int, block_sizes: Mapping[str, int], trees: Sequence[int] = (0,)
+    dtype, batch_size: int, block_sizes: Mapping[str, int], trees: Sequence[int] = (0,), replay: bool = False
 ) -> dict[str, dict[str, Any]]:
   """{arm: {set: measures}}; plain decoding is run once a set, and every arm is compared with the first.
 
@@ -256,6 +258,7 @@ def evaluate_arms(
     batch_size: prompts decoded at once.
     block_sizes: of decoding, by arm.
     trees: sizes of the draft trees that everything is decoded with; 0 for one draft a round.
+    replay: whether rounds are found by `dspec.decoding.replay`; without trees.
   """
   if not sets:
     return {name: {} for name, *_ in trained}
@@ -294,13 +297,17 @@ def evaluate_arms(
     for (set_name, reference), size in itertools.product(references.items(), trees):
       name = f'{set_name}, tree of {size}' if size else set_name
       if (shape, size) not in compiled:
-        compiled[shape, size] = evaluate.compile_speculative(
-            target, params, drafter_lib.Drafter(shape, dtype), arm_params,
-            drafting=speculative.Drafting(tree_size=size), **options
-        )
+        models = target, params, drafter_lib.Drafter(shape, dtype), arm_params
+        if replay:
+          compiled[shape, size] = evaluate.compile_replay(
+              *models, **{key: options[key] for key in ('batch_size', 'max_new_tokens')})
+        else:
+          compiled[shape, size] = evaluate.compile_speculative(
+              *models, drafting=speculative.Drafting(tree_size=size), **options)
       evaluation = evaluate.decode_speculatively(
           compiled[shape, size], arm_params, reference, f'speculative, {arm_name}, {name}',
-          path=path(f'{arm_name}, {name}', sets[set_name], dtype, drafter=drafter_hash, shape=repr(shape), tree=size),
+          path=path(f'{arm_name}, {name}', sets[set_name], dtype, drafter=drafter_hash, shape=repr(shape), tree=size,
+                    **({'replay': True} if replay else {})),
       )
       result = evaluate.result(evaluation, speeds[set_name], **bootstrap)
       if name in first:

@@ -109,7 +109,7 @@ def main(argv: Sequence[str]) -> None:
       return
     config = _CONFIG.value
     workdir = _WORKDIR.value or default_workdir()
-    config_lib.validate(config)
+    config_lib.validate(config, workdir)
     if _MODE.value == 'compile':
       from dspec import compile as compile_lib
       compile_lib.run(config, _TOPOLOGY.value)

@@ -34,6 +34,8 @@ _NOTES = """\
 - **Speed-up**: ratio of the two tokens/s: wall clock, same run, prompts, batch size and dtype (the
   table below and the section Machine). Accepted lengths carry over to other machines, speeds do
   not.
+  Neither is known where rounds were replayed (`evaluate.replay`): there the answers are plain decoding's, and a round
+  is what drafting gets right of them.
 - **Chain breaker**: mean slot of the first wrong draft, of the rounds that have one.
 - **Paper**: arXiv 2606.11552, Tables 1 to 4 and 6, same loss strengths and block size. Data, harness and
   budget all differ, and the target where the column names another: compare the order of the arms, not the values.
@@ -80,7 +82,7 @@ def write(workdir: str | pathlib.Path, results: Mapping[str, Any]) -> str:
         accepted), accepted_distribution [K] (share of rounds that accepted 0, 1, .. drafts), chain_breaker (mean slot
         or None), slot_accuracy [K-1] (draft equals the target's token, whatever came before),
         sums [2][questions] (tokens gained, rounds), prompts (a hash of them),
-        speculative_tokens_per_second, autoregressive_tokens_per_second,
+        speculative_tokens_per_second, autoregressive_tokens_per_second; the first and identical_prompts None of a replay,
         gain: {over: an arm's name, micro (0.31 means +31 %), interval [2]} or None.
 
   Returns:
@@ -218,10 +220,10 @@ def comparison_rows(
           'macro': with_interval(length['macro'], length['macro_interval'], '.3f'),
           'gain': gain_text(gain),
           'waste': f"{s['waste']:.1%}",
-          'tokens/s': f'{fast:.1f}',
-          'plain tokens/s': f'{plain:.1f}',
-          'speed-up': f'{fast / plain:.2f}x',
-          'exact': f"{s['identical_prompts']}/{s['num_prompts']}",
+          'tokens/s': '' if fast is None else f'{fast:.1f}',
+          'plain tokens/s': '' if fast is None else f'{plain:.1f}',
+          'speed-up': '' if fast is None else f'{fast / plain:.2f}x',
+          'exact': exact_text(s),
           **of_paper(arm['loss'], set_name, s.get('block_size')),
       })
     if of == 'sets' and arm.get('mean'):
@@ -425,6 +427,12 @@ def _text(value: Any) -> str:
 
 def with_interval(value: float, bounds: Sequence[float], form: str) -> str:
   return f'{value:{form}} [{bounds[0]:{form}}, {bounds[1]:{form}}]'
+
+
+def exact_text(measures: Mapping[str, Any]) -> str:
+  """Answers that are plain decoding's, of how many; '' where they were given."""
+  identical = measures['identical_prompts']
+  return '' if identical is None else f"{identical}/{measures['num_prompts']}"
 
 
 def gain_text(found: Mapping[str, Any] | None) -> str:

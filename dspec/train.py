@@ -26,6 +26,7 @@ from dspec.checkpoints import training as checkpoints
 from dspec.data import dataset as dataset_lib
 from dspec.data import features as features_lib
 from dspec.data import pipeline
+from dspec.errors import UserError
 from dspec.losses import Objective, SlotScores, objective, score_slots_chunked
 from dspec.models import drafter as drafter_lib
 from dspec.models import masks
@@ -111,9 +112,10 @@ def score(
   anchor_tokens = jnp.take_along_axis(tokens_BxT, anchors_BxA, 1)
   blocks = drafter_lib.block_tokens(anchor_tokens, drafter.config)
   embeddings = drafter_lib.embed(drafter.config, target_params, blocks)
-  hidden = drafter.apply({'params': params}, batch['features'], embeddings, anchors_BxA)
+  starts_BxT = batch.get('starts')  # Of packed rows only.
+  hidden = drafter.apply({'params': params}, batch['features'], embeddings, anchors_BxA, starts_BxT)
 
-  valid = masks.valid_labels(anchors_BxA, batch['is_anchor'], batch['supervised'], k)
+  valid = masks.valid_labels(anchors_BxA, batch['is_anchor'], batch['supervised'], k, starts_BxT)
   positions = anchors_BxA[:, :, None] + jnp.arange(1, k)[None, None, :]
   positions = jnp.minimum(positions, tokens_BxT.shape[1] - 1)
   labels = tokens_BxT[jnp.arange(tokens_BxT.shape[0])[:, None, None], positions]
@@ -180,7 +182,8 @@ def _with_features(batch, target, target_params, drafter_config):
   """The batch with the target's features, computed here if they are not read from disk."""
   if 'features' in batch:
     return batch
-  features = features_lib.compute(target, target_params, batch['tokens'], drafter_config.target_layers)
+  features = features_lib.compute(
+      target, target_params, batch['tokens'], drafter_config.target_layers, batch.get('starts'))
   return {**batch, 'features': jax.lax.stop_gradient(features)}
 
 
@@ -267,11 +270,12 @@ def run(
     return given, _summary(t, 0.0, 0, 0, [], given, data)
   mesh = sharding.make_mesh(config)
   sharding.check_batch(mesh, t.batch_size, t.accumulate)
-  drafter = drafter_lib.Drafter(make_drafter_config(config, target.config), jnp.dtype(t.compute_dtype), t.remat)
+  drafter = drafter_lib.Drafter(
+      make_drafter_config(config, target.config), jnp.dtype(t.compute_dtype), t.remat, choose_attention(config, mesh))
   spec = Objective(config.loss.gamma, config.loss.first_error, config.loss.chain, config.loss.reduction)
   optimizer = make_optimizer(config)
   batches = pipeline.batches(
-      data.paths, seed=config.seed, batch_size=t.batch_size, length=data.length, anchors=t.anchors,
+      data.paths, seed=config.seed, batch_size=t.batch_size, length=data.length, anchors=t.anchors, packs=data.packs,
       rows=sharding.rows(mesh, t.batch_size),
   )
   iterator = iter(batches)
@@ -405,6 +409,18 @@ def make_drafter_config(
       target, num_layers=d.num_layers, block_size=d.block_size, target_layers=tuple(d.target_layers),
       mask_token_id=d.mask_token_id, window=d.window, vocab_size=d.vocab_size,
   )
+
+
+def choose_attention(config: ml_collections.ConfigDict, mesh: jax.sharding.Mesh) -> str:
+  """The drafter's, in training: 'splash' on TPUs, and 'xla' on what has no kernel that is measured to be better.
+
+  Raises:
+    UserError: where splash is asked for and the devices are no TPUs.
+  """
+  asked, platform = config.train.attention, mesh.devices.flat[0].platform
+  if asked == 'splash' and platform != 'tpu':
+    raise UserError(f'--config.train.attention=splash: a kernel for TPUs, and the devices are {platform}s; take auto')
+  return {'auto': 'splash' if platform == 'tpu' else 'xla'}.get(asked, asked)
 
 
 def init_params(drafter: drafter_lib.Drafter, key: jax.Array) -> Any:

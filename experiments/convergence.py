@@ -19,7 +19,7 @@ def get_config(budget: str = '') -> ml_collections.ConfigDict:
   config.evaluate.sets = ('held_out', 'trained_on')
   if not budget:
     config.data.update(config_lib.default('long').data)
-    config.evaluate.update(num_prompts=64, batch_size=32, latency_prompts=0)
+    config.evaluate.update(num_prompts=64, batch_size=32, replay=True, latency_prompts=0)
   config.arms = tuple(
       (f'{name}-{times}x', {**config_lib.TERMS[name], 'train.steps': times * config.train.steps})
       for times in (1, 2, 4, 8) for name in ('uniform', 'chain'))

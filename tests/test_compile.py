@@ -8,12 +8,16 @@ import sys
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 import numpy as np
 import pytest
 
 from dspec import compile as compile_lib
 from dspec import config as config_lib
+from dspec import sharding
 from dspec import train
+from dspec.data import features
+from dspec.data import pipeline
 from dspec.errors import UserError
 from dspec.losses.objective import Objective
 from dspec.models import drafter as drafter_lib
@@ -122,7 +126,8 @@ def test_operations_are_those_of_the_program(online, untrained_target):
   jaxpr = jax.make_jaxpr(lambda state: train.train_step(
       state, batch, params, spec=Objective(), head_chunk=72, **models))(state)
   counted = count_products(jaxpr.jaxpr)
-  got = compile_lib.train_flops(target.config, config, rows=rows, length=length, anchors=anchors, online=online)
+  got = compile_lib.train_flops(
+      target.config, config, rows=rows, length=length, anchors=anchors, document=length, online=online)
   assert got <= counted * 1.001 and got == pytest.approx(counted, rel=0.05)
 
 
@@ -131,13 +136,44 @@ def test_operations_grow_with_what_is_seen():
   target = compile_lib.target_shape(config)
   drafter = train.make_drafter_config(config, target)
   count = lambda **changes: compile_lib.train_flops(
-      target, drafter, **{'rows': 32, 'length': 4096, 'anchors': 512, 'online': False, **changes})
+      target, drafter, **{
+          'rows': 32, 'length': 4096, 'anchors': 512, 'document': 4096, 'online': False, **changes})
   # Per anchor, by arXiv 2606.11552's sizes: 16 slots through 4 layers of queries, keys, values, output and the MLP.
   layer = 16 * (4096 * (2 * 4096 + 2 * 1024) + 3 * 4096 * 14336 + (2048 + 16) * 2 * 4096)
   head = 15 * 128256 * 4096
   per_anchor = 2 * 32 * (3 * 4 * layer + 2 * head)
   assert count(anchors=512) - count(anchors=511) == pytest.approx(per_anchor)
   assert count(rows=64) == pytest.approx(2 * count())
+
+
+def test_pairs_of_documents_are_counted_once():
+  """In a row of four documents there are a quarter of the pairs, of target and drafter."""
+  config = config_lib.load(str(ROOT / 'experiments/targets/llama3_8b.py'))
+  target = compile_lib.target_shape(config)
+  drafter = train.make_drafter_config(config, target)
+  count = lambda document: compile_lib.train_flops(
+      target, drafter, rows=1, length=4096, anchors=512, document=document, online=True)
+  pairs = 3 * 4 * 512 * 16 * 2048 + 31 * 4096 * 2048  # Of four layers, thrice; of the target's, up to the last tapped.
+  assert count(4096) - count(1024) == pytest.approx(0.75 * pairs * 4 * 4096)
+
+
+@pytest.mark.parametrize('row_tokens', [0, 64])
+@pytest.mark.parametrize('kind', ['cached', 'online'])
+def test_batches_are_those_of_the_pipeline(row_tokens, kind, untrained_target):
+  target = untrained_target(width=16)[0].config
+  config = config_lib.default('smoke').copy_and_resolve_references()
+  config.data.update(row_tokens=row_tokens, features=kind, max_prompt_tokens=10, max_response_tokens=20)
+  config.drafter.target_layers = (0, 1)
+  length = compile_lib.row_length(config, target)
+  assert length == (row_tokens or 96)
+  array = np.zeros((5, 2 * 16), jnp.bfloat16) if kind == 'cached' else None
+  row = pipeline.make_row(
+      [features.encode_record([1] * 5, [True] * 5, array)], np.random.default_rng(0), length=length,
+      anchors=config.train.anchors, packed=bool(row_tokens))
+  mesh = jax.sharding.AbstractMesh((1, 1, 1), sharding.AXES)
+  found = compile_lib._batch(config, mesh, length, target)
+  wanted = {name: ((config.train.batch_size, *x.shape), x.dtype) for name, x in row.items()}
+  assert {name: (x.shape, x.dtype) for name, x in found.items()} == wanted
 
 
 @pytest.mark.parametrize('topology, text', [
@@ -157,11 +193,32 @@ def test_for_a_tpu():
   assert 'of memory' in printed
 
 
-def test_what_does_not_fit_is_told_with_advice():
+def test_sizes_of_arguments():
+  where = lambda *spec: NamedSharding(AbstractMesh((4, 2), ('fsdp', 'tensor')), PartitionSpec(*spec))
+  arguments = {
+      'kernel': jax.ShapeDtypeStruct((8, 6), jnp.float32, sharding=where('fsdp', 'tensor')),
+      'rows': [jax.ShapeDtypeStruct((16, 3), jnp.bfloat16, sharding=where(('fsdp', 'tensor')))],
+      'scale': jax.ShapeDtypeStruct((5,), jnp.int8, sharding=where())}
+  assert compile_lib.size_of(arguments) == 2 * 3 * 4 + 2 * 3 * 2 + 5
+
+
+@pytest.mark.parametrize('change, mesh, text', [
+    ('config.train.update(batch_size=8192, head_chunk=10**8)', '{"fsdp": 8}', 'RESOURCE_EXHAUSTED'),
+    # Nothing is compiled for a copy of 8 billion parameters, and a drafter in training, on each device.
+    ('config_lib.use_target(config, "llama3_8b"); config.train.batch_size = 8', '{}', 'parameters and batch alone take'),
+])
+def test_what_does_not_fit_is_told_with_advice(change, mesh, text):
   pytest.importorskip('libtpu', reason="needs pip install '.[tpu]'")
-  script = SCRIPT.replace('config.train.batch_size = 8', 'config.train.update(batch_size=8192, head_chunk=10**8)')
+  script = SCRIPT.rpartition('print(')[0].replace('config.train.batch_size = 8', change) + '''
+try:
+  compile_lib.run(config, sys.argv[1])
+except compile_lib.DoesNotFit as error:
+  print(error.used)
+  raise
+'''
   done = subprocess.run(
-      [sys.executable, '-c', script, 'v5e:2x4', '{"fsdp": 8}'], capture_output=True, text=True, timeout=600,
+      [sys.executable, '-c', script, 'v5e:2x4', mesh], capture_output=True, text=True, timeout=600,
       env={**os.environ, 'PYTHONPATH': str(ROOT), 'JAX_PLATFORMS': 'cpu'}, check=False)
   assert done.returncode == 1
-  assert 'UserError: train step on v5e:2x4' in done.stderr and '--config.train.head_chunk' in done.stderr
+  assert f'DoesNotFit: train step on v5e:2x4: {text}' in done.stderr and '--config.train.head_chunk' in done.stderr
+  assert int(done.stdout) > 16 * 2**30

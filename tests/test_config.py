@@ -63,6 +63,7 @@ def test_experiments_on_published_targets_fit_them(name, budget):
     # arXiv 2606.11552, section 4: what its drafters are and how they are trained.
     assert (config.drafter.num_layers, config.drafter.block_size, config.drafter.window) == (4, 16, 0)
     assert (config.train.batch_size, config.train.anchors, config.train.learning_rate) == (32, 512, 1e-3)
+    assert config.data.row_tokens == 4096
     assert 3000 < config.data.max_prompt_tokens + config.data.max_response_tokens <= 4096
     assert config.train.steps * 32 == pytest.approx(3 * (config.data.num_prompts - config.data.held_out), rel=1e-3)
 
@@ -117,6 +118,8 @@ def test_variants_of_tables():
       (':embedded_as_written', 'as_written'), (':embedded_regenerated', 'regenerated')):
     assert load(f'table5.py{budget}').data.responses == responses
   assert len(load('table2.py').arms) == len(load('table2.py:embedded_sweep').arms) == 15  # All its rows.
+  alone = [name for name, _ in load('table4.py:embedded').arms if name not in config_lib.TERMS]
+  assert alone == [name for name, _ in load('table4.py:embedded_alone').arms] and len(alone) == 2
   distil = load('table8.py:embedded_distil')
   assert (distil.loss.gamma, distil.loss.first_error, distil.loss.chain) == (None, 0, 40)
   assert distil.drafter.window == distil.drafter.vocab_size == 0 and not distil.drafter.init
@@ -157,6 +160,9 @@ def test_unknown_budget_names_the_nearest():
     ('data.features', 'cache', 'did you mean cached?'),
     ('drafter.num_layers', 0, 'at least 1'),
     ('drafter.block_size', 1, 'at least 2'),
+    ('data.row_tokens', -1, 'at least 0'),
+    ('data.row_tokens', 15, 'must hold a block of drafter.block_size=16 tokens'),
+    ('train.attention', 'flash', 'did you mean splash?'),
     ('drafter.target_layers', (), 'layer numbers'),
     ('drafter.target_layers', (3, 1), 'ascending'),
     ('drafter.target_layers', (3, 3), 'each once'),
@@ -241,6 +247,7 @@ def test_every_leaf_is_checked_for_its_type():
     {'loss__gamma': float('inf')},
     {'loss__gamma': None},
     {'evaluate__block_size': 8},
+    {'data__row_tokens': 16},
     {'evaluate__sets': ()},
     {'evaluate__sets': ('humaneval',), 'data__held_out': 0},
     {'data__response_temperature': 0},
@@ -288,12 +295,13 @@ def test_keys_missing_or_added_in_an_unlocked_file():
     ((('a', {'loss.gama': 1.0}),), "unknown option 'loss.gama'; did you mean loss.gamma?"),
     ((('a', {'loss.gamma': 'ten'}),), "loss.gamma='ten': must be a number"),
     ((('a', {'loss.gamma': -1.0}),), "--config.arms, 'a': --config.loss.gamma=-1.0: must be above"),
+    ((('a', {'drafter.block_size': 65}),), "'a': --config.data.row_tokens=64: must hold a block of drafter.block_size=65"),
     ((('a', {'seed': 1}),), 'changes seed; arms share'),
     ((('a', {'data.num_prompts': 800}),), 'changes data.num_prompts; arms share'),
     ((('a', {'drafter.target_layers': (1,)}),), 'changes drafter.target_layers; arms share'),
 ])
 def test_bad_arms(arms, text):
-  problems = _problems(_with(arms=arms))
+  problems = _problems(_with(arms=arms, data__row_tokens=64))
   assert len(problems) == 1, problems
   assert text in problems[0]
 

@@ -503,6 +503,19 @@ def test_measures_by_brute_force(tiny, decoded):
     assert got['gain'] is None and json.loads(json.dumps(got)) == got
 
 
+def test_a_replay_measures_what_decoding_does(tiny, decoded):
+  target, params, drafter, drafters = tiny
+  reference, evaluations = decoded
+  shapes = jax.eval_shape(lambda: drafters[0])
+  decoder = evaluate.compile_replay(target, params, drafter, shapes, batch_size=8, max_new_tokens=LIMIT)
+  for drafter_params, evaluation in zip(drafters, evaluations):
+    replayed = evaluate.decode_speculatively(decoder, drafter_params, reference, 'tiny')
+    assert [r.to_json() for r in replayed.records] == [r.to_json() for r in evaluation.records]
+    got, want = (evaluate.result(e, reference.tokens_per_second, samples=20, seed=0) for e in (replayed, evaluation))
+    unknown = dict.fromkeys(('identical_prompts', 'speculative_tokens_per_second'))
+    assert got == {**want, **unknown}
+
+
 def test_drafters_share_a_reference(decoded):
   _, (first, second) = decoded
   assert [r.prompt for r in first.records] == [r.prompt for r in second.records]

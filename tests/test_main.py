@@ -22,13 +22,16 @@ EXPERIMENT = ROOT / 'experiments' / 'uniform.py'
      ['--config.drafter.target_layers=(8, 1): must be layer numbers']),
     (['--config=F', '--wokrdir=x'], ['wokrdir', 'workdir']),
     (['--config=F', 'extra'], ["unexpected 'extra'"]),
+    (['--config=F', '--config.cache_dir=s3://bucket/cache', '--workdir=gs://bucket/run', '--config.train.steps=0'],
+     ['--workdir=gs://bucket/run: is a URL', '--config.cache_dir=s3://bucket/cache: is a URL', 'mount the bucket',
+      '--config.train.steps=0: must be']),
 ])
 def test_wrong_words(tmp_path, words, messages):
   words = [word.replace('F', str(EXPERIMENT)) if word.startswith('--config=') else word
            for word in words]
   workdir, cache = tmp_path / 'work', tmp_path / 'cache'
   done = subprocess.run(
-      [sys.executable, '-m', 'dspec.main', *words, f'--workdir={workdir}'], cwd=tmp_path,
+      [sys.executable, '-m', 'dspec.main', f'--workdir={workdir}', *words], cwd=tmp_path,
       env={**os.environ, 'PYTHONPATH': str(ROOT), 'DSPEC_CACHE_DIR': str(cache)},
       capture_output=True, text=True, timeout=120, check=False)
   assert done.returncode == 2, done.stderr

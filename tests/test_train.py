@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import dataclasses
 import functools
 import json
 import os
@@ -11,6 +12,7 @@ import subprocess
 import time
 import types
 
+import grain
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -229,6 +231,119 @@ def test_a_batch_without_any_anchor_is_no_step_into_nan(step):
   loss, aux, gradient = loss_and_gradient(step, batch)
   assert float(loss) == 0 and int(aux.num_blocks) == 0
   assert not any(np.any(x) for x in jax.tree.leaves(gradient))
+
+
+# ---- Rows of several documents ---------------------------------------------------------------------
+
+
+PACKS, ROW, ALL = ((1, 2, 3), (0,), (4, 6), (5,)), 40, 30  # Slots for every anchor that there may be.
+
+
+def packed_batches(data, target, kind):
+  """The rows of `PACKS`, and the same documents with the same anchors in rows of their own.
+
+  The second document of a row is all answer: the last blocks of the first one reach into it.
+  """
+  records = grain.sources.ArrayRecordDataSource([str(path) for path in data['cached'].paths])
+  packed, alone = [], []
+  for pack in PACKS:
+    documents = [features.decode_record(records[i]) for i in pack]
+    for document in documents[1:2]:
+      document['supervised'] = np.ones_like(document['supervised'])
+    row = pipeline.make_row(
+        [features.encode_record(**document) for document in documents], np.random.default_rng(0), length=ROW, anchors=ALL,
+        packed=True)
+    packed.append(row)
+    start = 0
+    for document in documents:
+      n = len(document['tokens'])
+      anchors = row['anchors'][row['is_anchor'] & (start <= row['anchors']) & (row['anchors'] < start + n)] - start
+      own = {name: np.zeros((ROW, *x.shape[1:]), x.dtype) for name, x in document.items()}
+      for name, x in document.items():
+        own[name][:n] = x
+      own['anchors'] = np.pad(anchors, (0, ALL - len(anchors)))
+      own['is_anchor'] = np.arange(ALL) < len(anchors)
+      alone.append(own)
+      start += n
+  stack = lambda rows: {name: jnp.asarray(np.stack([row[name] for row in rows])) for name in rows[0]}
+  packed, alone = stack(packed), stack(alone)
+  if kind == 'online':
+    packed.pop('features'), alone.pop('features')
+  return packed, alone
+
+
+# Windows of 1 are cut out of the row, wider ones are not.
+@pytest.mark.parametrize('kind, window', [('cached', 0), ('cached', 1), ('cached', 9), ('online', 0)])
+def test_packed_rows_train_as_rows_of_their_own(step, data, target, kind, window):
+  packed, alone = packed_batches(data, target, kind)
+  shape = dataclasses.replace(step.drafter.config, window=window)
+  step.options['drafter'] = drafter_lib.Drafter(shape)
+
+  def f(params, batch):
+    batch = train._with_features(batch, *target, shape)
+    return train.loss_fn(params, batch, **step.options)
+
+  both = jax.jit(lambda params: [jax.value_and_grad(f, has_aux=True)(params, batch) for batch in (packed, alone)])
+  ((loss, aux), gradient), ((wanted, wanted_aux), wanted_gradient) = both(step.params)
+  assert int(aux.num_slots) == int(wanted_aux.num_slots) < int(aux.num_blocks) * (K - 1)
+  np.testing.assert_allclose(loss, wanted, rtol=1e-5)
+  for name, value in vars(wanted_aux).items():
+    np.testing.assert_allclose(getattr(aux, name), value, rtol=1e-5, atol=1e-7, err_msg=name)
+  scale = optax.global_norm(wanted_gradient)
+  jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-3, atol=1e-5 * scale), gradient, wanted_gradient)
+
+
+@pytest.mark.parametrize('window', [0, 1])
+def test_nothing_of_a_neighbour_reaches_a_block(step, data, target, window):
+  """Neither its tokens, through the target or the drafter, nor its features, to the bit."""
+  packed, _ = packed_batches(data, target, 'cached')
+  drafter = drafter_lib.Drafter(dataclasses.replace(step.drafter.config, window=window))
+
+  @jax.jit
+  def hidden(tokens, added):
+    online = features.compute(*target, tokens, TAPS, packed['starts'])
+    blocks = drafter_lib.block_tokens(jnp.take_along_axis(tokens, packed['anchors'], 1), drafter.config)
+    embeddings = drafter_lib.embed(drafter.config, target[1], blocks)
+    return drafter.apply({'params': step.params}, online + added, embeddings, packed['anchors'], packed['starts'])
+
+  nothing = jnp.zeros((len(PACKS), ROW, 1), jnp.bfloat16)
+  wanted = np.asarray(hidden(packed['tokens'], nothing))
+  of_anchor = np.take_along_axis(np.asarray(packed['starts']), np.asarray(packed['anchors']), 1)
+  for border in (0, SHAPES[1][0], SHAPES[1][0] + SHAPES[2][0]):  # Of the first row's documents.
+    inside = packed['starts'] == border
+    changes = (jnp.where(inside, 28 - packed['tokens'], packed['tokens']), nothing), (
+        packed['tokens'], jnp.where(inside[:, :, None], 2, nothing))
+    for change in changes:
+      changed = (np.asarray(hidden(*change)) != wanted).any((-1, -2))
+      there = np.asarray(packed['is_anchor'])[0]
+      assert not changed[0][of_anchor[0] != border].any()
+      assert changed[0][there & (of_anchor[0] == border)].any() == bool((there & (of_anchor[0] == border)).any())
+
+
+def test_a_run_on_packed_rows(config, data, target, tmp_path, monkeypatch):
+  batches = record_batches(monkeypatch)
+  packed = dataclasses.replace(data['cached'], packs=PACKS, length=ROW)
+  config.train.update(steps=2, batch_size=len(PACKS))
+  _, summary = train.run(config, tmp_path, packed, *target)
+  assert all((batch['starts'] > 0).any() for batch in batches)
+  for record, batch in zip(summary['curve'], batches[1:]):
+    steps = batch['anchors'][:, :, None] + np.arange(K)
+    rows = np.arange(len(PACKS))[:, None, None]
+    document = batch['starts'][rows, np.minimum(steps, ROW - 1)]
+    same = (document == document[:, :, :1]) & (steps < ROW) & batch['is_anchor'][:, :, None]
+    assert record['num_slots'] == same[:, :, 1:].sum()
+
+
+def test_splash_is_for_tpus(config, data, target, tmp_path):
+  config.train.attention = 'splash'
+  with pytest.raises(UserError, match='train.attention=splash: a kernel for TPUs, and the devices are cpus; take auto'):
+    train.run(config, tmp_path, data['cached'], *target)
+  assert not list(tmp_path.iterdir())
+  mesh = sharding.make_mesh(config)
+  of_tpu = types.SimpleNamespace(devices=np.array([types.SimpleNamespace(platform='tpu')]))
+  for asked, on_cpu, on_tpu in (('auto', 'xla', 'splash'), ('xla', 'xla', 'xla')):
+    config.train.attention = asked
+    assert (train.choose_attention(config, mesh), train.choose_attention(config, of_tpu)) == (on_cpu, on_tpu)
 
 
 def test_features_of_answers_have_unit_scale(step, target, config):

@@ -17,6 +17,7 @@ import numpy as np
 from dspec import multihost
 from dspec.data import chat
 from dspec.data import features as features_lib
+from dspec.data import pipeline
 from dspec.data import prompts as prompts_lib
 from dspec.data import responses as responses_lib
 from dspec.decoding import sampling
@@ -40,6 +41,7 @@ class Dataset:
     answer_counts: how often each token occurs in the answers, int64 [V].
     stats: counts for the report.
     trained_on: token ids of the prompts of the first training rows, at most `TRAINED_ON`.
+    packs: of each training row the records that it holds, see `pipeline.pack`; None: every record is a row.
   """
 
   paths: tuple[pathlib.Path, ...]
@@ -48,6 +50,7 @@ class Dataset:
   answer_counts: np.ndarray
   stats: dict[str, Any]
   trained_on: tuple[tuple[int, ...], ...] = ()
+  packs: tuple[tuple[int, ...], ...] | None = None
 
   def coverage(self, ids: np.ndarray) -> float:
     """Share of the answers' tokens that are among these."""
@@ -155,11 +158,18 @@ def _prepare(config, folder, model, params, tokenizer) -> Dataset:
       '%d answers, %d tokens; %.0f %% cut; %d prompts held out',
       len(rows), stats['training_tokens'], 100 * stats['truncated_share'], len(held_out),
   )
-  length = max(len(ids) for ids, _ in rows)
+  lengths, packs = [len(ids) for ids, _ in rows], None
+  length = max(lengths)
   length += -length % 32  # Few shapes, few compilations.
+  if data.row_tokens:
+    length = data.row_tokens
+    packs = pipeline.pack(lengths, length, data.seed)
+    filled = sum(min(n, length) for n in lengths) / (len(packs) * length)
+    stats |= {'rows': len(packs), 'filled_share': filled}
+    logging.info('%d rows of %d tokens, %.1f %% filled', len(packs), length, 100 * filled)
   counts = np.bincount(answered, minlength=model.config.vocab_size)
   trained_on = tuple(tuple(ids[: said.index(True)]) for ids, said in rows[:TRAINED_ON])
-  return Dataset(tuple(paths), tuple(map(tuple, held_out)), length, counts, stats, trained_on)
+  return Dataset(tuple(paths), tuple(map(tuple, held_out)), length, counts, stats, trained_on, packs)
 
 
 def _regenerated(data, folder, model, params, tokenizer, check_most):

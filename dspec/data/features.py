@@ -26,8 +26,14 @@ _SPARE = 1.05  # Serialisation adds a little to the arrays.
 
 
 @functools.partial(jax.jit, static_argnames=('model', 'taps'))
-def compute(model: target_lib.Target, params: Any, tokens_BxT: jax.Array, taps: tuple[int, ...]) -> jax.Array:
-  """Outputs of the tapped layers side by side, bfloat16 [B, T, N*D], in chunks so that long rows fit."""
+def compute(
+    model: target_lib.Target, params: Any, tokens_BxT: jax.Array, taps: tuple[int, ...],
+    starts_BxT: jax.Array | None = None,
+) -> jax.Array:
+  """Outputs of the tapped layers side by side, bfloat16 [B, T, N*D], in chunks so that long rows fit.
+
+  With `starts` (see `pipeline.make_row`) they are those of each document by itself.
+  """
   b, t = tokens_BxT.shape
   chunk = autoregressive.PREFILL_CHUNK
   padded = t + -t % chunk
@@ -38,7 +44,7 @@ def compute(model: target_lib.Target, params: Any, tokens_BxT: jax.Array, taps: 
   cache = target_lib.init_cache(model.config, b, padded)
   lengths = jnp.full(b, t, jnp.int32)
   _, _, features = autoregressive.prefill(
-      model, params, cache, tokens_BxT, lengths, taps, store, features
+      model, params, cache, tokens_BxT, lengths, taps, store, features, starts_BxT
   )
   return features[:, :t]
 

@@ -2,13 +2,12 @@
 
 import collections
 from concurrent import futures
-import contextlib
 import functools
-import json
 import math
 import pathlib
 import queue
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -30,6 +29,8 @@ _STEPS_PER_VISIT = 8  # Decoding steps between two looks at which rows have fini
 _MAX_ROUNDS = 4  # Of self-synthesis, before it is given up.
 # Batches in flight at once. One CPU program leaves cores idle in its sequential parts; another fills them.
 _CPU_STREAMS = 2
+# Between two visits to a file of answers. It is closed in between: of an open file, a mounted bucket holds nothing.
+_SECONDS_UNWRITTEN = 30.0
 
 
 @functools.partial(jax.jit, static_argnames=('model', 'how'), donate_argnames=('rows', 'cache'))
@@ -172,20 +173,27 @@ def sample_resumably(path: pathlib.Path, model, params, prompts, seeds, key, *, 
   missing = [i for i in range(len(prompts)) if i not in found]
   multihost.wait_for_all('all have read what is there')
   first = multihost.is_first()
-  with path.open('a') if first else contextlib.nullcontext() as file, tqdm.tqdm(
+  unwritten, written_at = [], time.monotonic()
+  with tqdm.tqdm(
       total=len(prompts), initial=len(prompts) - len(missing), desc=name, unit='row', smoothing=0.05, disable=not first
   ) as bar:
     new_tokens = 0
     stream = sample(model, params, [prompts[i] for i in missing], [seeds[i] for i in missing], key, **options)
-    for position, tokens in stream:
-      index = missing[position]
-      found[index] = tokens
+    try:
+      for position, tokens in stream:
+        index = missing[position]
+        found[index] = tokens
+        unwritten.append({'index': index, 'tokens': tokens})
+        if first and time.monotonic() - written_at >= _SECONDS_UNWRITTEN:
+          json_lines.append(path, *unwritten)
+          unwritten, written_at = [], time.monotonic()
+        new_tokens += len(tokens)
+        rate = new_tokens / max(bar.format_dict['elapsed'], 1e-9)
+        bar.set_postfix_str(f'{rate:.0f} tokens/s', refresh=False)
+        bar.update()
+    finally:  # What was done when the run is stopped is kept.
       if first:
-        file.write(json.dumps({'index': index, 'tokens': tokens}) + '\n')
-      new_tokens += len(tokens)
-      rate = new_tokens / max(bar.format_dict['elapsed'], 1e-9)
-      bar.set_postfix_str(f'{rate:.0f} tokens/s', refresh=False)
-      bar.update()
+        json_lines.append(path, *unwritten)
   return [found[i] for i in range(len(prompts))]
 
 

@@ -52,6 +52,7 @@ def prefill(
     taps: tuple[int, ...] = (),
     consume: Callable[..., Any] = lambda carry, features, positions: carry,
     carry: Any = None,
+    starts_BxP: jax.Array | None = None,
 ):
   """Runs right-padded prompts through the target in chunks, so that long ones fit.
 
@@ -64,20 +65,23 @@ def prefill(
     taps: layers whose outputs `consume` wants.
     consume: `(carry, features [B, C, N*D], positions [B, C]) -> carry`, called for each chunk.
     carry: its first state.
+    starts_BxP: int32; where a row holds several documents, see `target.Target`.
 
   Returns:
     logits_BxV after each row's last prompt token, the filled cache, and the last carry. Padding is
     written too; those slots are overwritten before any query may see them.
   """
   b, p = prompts_BxP.shape
-  prompts = jnp.pad(prompts_BxP, ((0, 0), (0, -p % PREFILL_CHUNK)))
+  pad = lambda x: jnp.pad(x, ((0, 0), (0, -p % PREFILL_CHUNK)))
+  prompts, starts = pad(prompts_BxP), starts_BxP if starts_BxP is None else pad(starts_BxP)
 
   def chunk(i, state):
     cache, hidden_BxD, carry = state
     start = i * PREFILL_CHUNK
-    tokens = jax.lax.dynamic_slice(prompts, (0, start), (b, PREFILL_CHUNK))
+    cut = lambda x: x if x is None else jax.lax.dynamic_slice(x, (0, start), (b, PREFILL_CHUNK))
     positions = jnp.tile(start + jnp.arange(PREFILL_CHUNK)[None, :], (b, 1))
-    h, features, cache = model.apply({'params': params}, tokens, positions, cache, taps)
+    h, features, cache = model.apply(
+        {'params': params}, cut(prompts), positions, cache, taps, starts_BxT=cut(starts))
     carry = consume(carry, features, positions)
     offset = lengths_B - 1 - start
     last = jnp.take_along_axis(h, jnp.clip(offset, 0, PREFILL_CHUNK - 1)[:, None, None], 1)[:, 0]

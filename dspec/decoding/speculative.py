@@ -164,7 +164,7 @@ def start(
   """Prefill, and the first token of every row. Arguments as of `generate`."""
   b, p = prompts_BxP.shape
   k = drafter.config.block_size
-  _check_pair(target.config, drafter.config)
+  check_pair(target.config, drafter.config)
   autoregressive.check_length(target.config, p, max_new_tokens, k)
   size = p + max_new_tokens
   rows = autoregressive.start_rows(prompts_BxP, lengths_B, lengths_B + max_new_tokens, seeds_B, size)
@@ -176,25 +176,35 @@ def start(
       target, target_params, target_cache, prompts_BxP, lengths_B, drafter.config.target_layers, write, drafter_cache
   )
   first = sampling.next_token(logits_BxV, how, key, rows.seeds_B, rows.lengths_B)
-  rounds = max(max_new_tokens - 1, 1)  # Each gains a token or more, after the prefill's.
-  trace = Trace(
-      drafts_BxRxS=jnp.zeros((b, rounds, k - 1), jnp.int32),
-      starts_BxR=jnp.full((b, rounds), -1, jnp.int32),
-      accepted_BxR=jnp.zeros((b, rounds), jnp.int32),
-      gained_BxR=jnp.zeros((b, rounds), jnp.int32),
-  )
   rows = autoregressive.append(rows, first, target.config.eos_ids)
-  # Gathered here, once.
-  all_rows = target_lib.head_VxD(target_params)
-  head = drafter_lib.draft_head(drafter_params, all_rows) if drafter.config.vocab_size else None
-  return State(jnp.zeros((), jnp.int32), rows, target_cache, drafter_cache, trace, head, key)
+  return State(
+      jnp.zeros((), jnp.int32), rows, target_cache, drafter_cache, empty_trace(b, max_new_tokens, k),
+      draft_head(target_params, drafter, drafter_params), key)
+
+
+def empty_trace(batch: int, max_new_tokens: int, block_size: int) -> Trace:
+  """Of no round yet; each will gain a token or more, after the prefill's."""
+  rounds = max(max_new_tokens - 1, 1)
+  return Trace(
+      drafts_BxRxS=jnp.zeros((batch, rounds, block_size - 1), jnp.int32),
+      starts_BxR=jnp.full((batch, rounds), -1, jnp.int32),
+      accepted_BxR=jnp.zeros((batch, rounds), jnp.int32),
+      gained_BxR=jnp.zeros((batch, rounds), jnp.int32),
+  )
+
+
+def draft_head(target_params: Any, drafter: drafter_lib.Drafter, drafter_params: Any) -> jax.Array | None:
+  """`State.draft_head`: gathered once, not in every round."""
+  if not drafter.config.vocab_size:
+    return None
+  return drafter_lib.draft_head(drafter_params, target_lib.head_VxD(target_params))
 
 
 def advance(
     target, target_params, drafter, drafter_params, state: State, *, how: sampling.Sampling, drafting: Drafting
 ) -> State:
   """One round of every row that is not done. Arguments as of `generate`."""
-  rows, r, k = state.rows, state.round, drafter.config.block_size
+  rows, k = state.rows, drafter.config.block_size
   _check_tree(drafting.tree_size, drafter.config, target.config)
   live = ~rows.done_B
   start_B = rows.lengths_B - 1
@@ -212,17 +222,31 @@ def advance(
   )
   # Features past the accepted prefix are wrong, but lie at or above the next anchor until overwritten.
   drafter_cache = write_context(drafter, drafter_params, state.drafter_cache, features, positions_BxK)
+  state = state.replace(target_cache=target_cache, drafter_cache=drafter_cache)
+  return end_round(state, drafts, tokens, accepted, target.config.eos_ids)
 
-  rows = append_prefix(rows, tokens, accepted + 1, target.config.eos_ids)
-  new = Trace(drafts, start_B, accepted, rows.lengths_B - state.rows.lengths_B)
+
+def end_round(
+    state: State, drafts_BxS: jax.Array, tokens_BxK: jax.Array, accepted_B: jax.Array, eos_ids: tuple[int, ...]
+) -> State:
+  """The state with what a round has found, in the rows that were not done.
+
+  Args:
+    state: of before the round.
+    drafts_BxS: what was drafted.
+    tokens_BxK: what the target says in place of each draft, and behind them; wrong behind the first wrong draft.
+    accepted_B: drafts that are accepted.
+    eos_ids: tokens that end a row.
+  """
+  live, r = ~state.rows.done_B, state.round
+  rows = append_prefix(state.rows, tokens_BxK, accepted_B + 1, eos_ids)
+  new = Trace(drafts_BxS, state.rows.lengths_B - 1, accepted_B, rows.lengths_B - state.rows.lengths_B)
   keep = lambda old, new: old.at[:, r].set(jnp.where(live.reshape(-1, *[1] * (new.ndim - 1)), new, old[:, r]))
-  trace = jax.tree.map(keep, state.trace, new)
-  return state.replace(
-      round=r + 1, rows=rows, target_cache=target_cache, drafter_cache=drafter_cache, trace=trace
-  )
+  return state.replace(round=r + 1, rows=rows, trace=jax.tree.map(keep, state.trace, new))
 
 
-def _check_pair(target: target_lib.TargetConfig, drafter: drafter_lib.DrafterConfig) -> None:
+def check_pair(target: target_lib.TargetConfig, drafter: drafter_lib.DrafterConfig) -> None:
+  """Refuses, with a UserError, a drafter that was made for another target."""
   for what, of_drafter, of_target in (
       ('width', drafter.width, target.width),
       ('layers to read', drafter.target_layers[-1] + 1, target.num_layers),

@@ -14,7 +14,7 @@ around every sublayer, and a selector that lets a slot's token depend on the one
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
@@ -24,6 +24,7 @@ import numpy as np
 from dspec import sharding
 from dspec.models import blocks
 from dspec.models import masks
+from dspec.models import splash
 from dspec.models import target as target_lib
 
 # Scores of at most this many (slot, context) pairs a head are held at once, per row of the batch.
@@ -212,7 +213,23 @@ def _select(selector, hidden_BxSxD, logits_BxSxV, anchors_B, num_candidates, dty
   return jnp.full_like(logits_BxSxV, -jnp.inf).at[rows, columns, candidates_BxSxC].set(scores_BxSxC)
 
 
-def _block_attention(q, k_own, v_own, context, seen_BxA, window, layer_window, causal):
+class Places(NamedTuple):
+  """Where the blocks of a batch stand, int32.
+
+  Attributes:
+    anchors_BxA: positions of the anchors, each in its own document.
+    seen_BxA: as `anchors_BxA` of `masks.context`: blocks see the context's slots below it.
+    starts_BxA: see `masks.context`; None where a row of context is one document.
+    starts_BxT: of every slot of the context the first one of its document, or None as before.
+  """
+
+  anchors_BxA: jax.Array
+  seen_BxA: jax.Array
+  starts_BxA: jax.Array | None = None
+  starts_BxT: jax.Array | None = None
+
+
+def block_attention(q, k_own, v_own, context, places, *, window=0, layer_window=0, causal=False):
   """Attention of blocks over [context ; own block], the two parts merged by their common maximum.
 
   Args:
@@ -220,7 +237,7 @@ def _block_attention(q, k_own, v_own, context, seen_BxA, window, layer_window, c
     k_own: [B, A, K, Hkv, d].
     v_own: [B, A, K, Hkv, d].
     context: (keys [B, Hkv, d, T], values [B, Hkv, T, d]).
-    seen_BxA: int32, as `anchors_BxA` of `masks.context`: blocks see the context's slots below it.
+    places: `Places`; `anchors_BxA` and `starts_BxT` are not read.
     window: see `masks.context`.
     layer_window: see `masks.nearby` and `masks.own_block`.
     causal: see `masks.own_block`.
@@ -236,9 +253,9 @@ def _block_attention(q, k_own, v_own, context, seen_BxA, window, layer_window, c
   rows = q.reshape(b, kv, a * groups * k, d)
   past = jnp.einsum('bhqd,bhdt->bhqt', rows, keys, preferred_element_type=jnp.float32)
   past = past.reshape(b, kv, a, groups, k, -1)
-  seen = masks.context(seen_BxA, keys.shape[-1], window)[:, :, None, :]
+  seen = masks.context(places.seen_BxA, keys.shape[-1], window, places.starts_BxA)[:, :, None, :]
   if layer_window:
-    seen &= masks.nearby(seen_BxA, keys.shape[-1], k, layer_window)
+    seen &= masks.nearby(places.seen_BxA, keys.shape[-1], k, layer_window)
   past = jnp.where(seen[:, None, :, None], past, -jnp.inf)
   own = jnp.einsum('bhagkd,baphd->bhagkp', q, k_own, preferred_element_type=jnp.float32)
   if layer_window or causal:
@@ -257,19 +274,20 @@ def _block_attention(q, k_own, v_own, context, seen_BxA, window, layer_window, c
   return out.transpose(0, 2, 4, 1, 3, 5).reshape(b, a, k, h * d)
 
 
-def _in_anchor_groups(attention, q, k_own, v_own, context, seen_BxA):
-  """`_block_attention` over groups of anchors, rematerialised, so that memory stays bounded."""
+def _in_anchor_groups(attention, q, k_own, v_own, context, places):
+  """`block_attention` over groups of anchors, rematerialised, so that memory stays bounded."""
   b, a, k = q.shape[:3]
   pairs = k * context[0].shape[-1]
   size = max(1, _MAX_SCORES // pairs)
   if size >= a:
-    return attention(q, k_own, v_own, context, seen_BxA)
+    return attention(q, k_own, v_own, context, places)
   groups = -(-a // size)
   size = -(-a // groups)  # As even as can be.
   pad = lambda x: jnp.pad(x, ((0, 0), (0, groups * size - a)) + ((0, 0),) * (x.ndim - 2))
   split = lambda x: pad(x).reshape(b, groups, size, *x.shape[2:]).swapaxes(0, 1)
   step = jax.checkpoint(lambda args: attention(*args[:3], context, args[3]))
-  out = jax.lax.map(step, (split(q), split(k_own), split(v_own), split(seen_BxA)))
+  places = places._replace(starts_BxT=None)  # Of no anchor.
+  out = jax.lax.map(step, jax.tree.map(split, (q, k_own, v_own, places)))
   return out.swapaxes(0, 1).reshape(b, groups * size, k, -1)[:, :a]
 
 
@@ -280,6 +298,7 @@ class Attention(nn.Module):
   dtype: jnp.dtype
   window: int  # Of this layer.
   causal: bool
+  attention: str
 
   def setup(self):
     c = self.config
@@ -297,21 +316,22 @@ class Attention(nn.Module):
     values = self.v_proj(x_BxTxD).reshape(shape)
     return blocks.rotary(keys, positions_BxT, c.rope_theta), values
 
-  def __call__(self, x_BxAxKxD, context, anchors_BxA, seen_BxA):
+  def __call__(self, x_BxAxKxD, context, places):
     c = self.config
     b, a, k, _ = x_BxAxKxD.shape
     x = x_BxAxKxD.reshape(b, a * k, -1)
-    positions = anchors_BxA[:, :, None] + jnp.arange(k)[None, None, :]
+    positions = places.anchors_BxA[:, :, None] + jnp.arange(k)[None, None, :]
     positions = positions.reshape(b, a * k)
     q = self.q_norm(self.q_proj(x).reshape(b, a * k, c.num_heads, c.head_dim))
     q = blocks.rotary(q, positions, c.rope_theta)
     keys, values = self.keys_values(x, positions)
     split = lambda y: y.reshape(b, a, k, *y.shape[2:])
-    attention = functools.partial(
-        _block_attention, window=c.window, layer_window=self.window, causal=self.causal
-    )
-    out = _in_anchor_groups(attention, split(q), split(keys), split(values), context, seen_BxA)
-    return self.o_proj(out)
+    options = {'window': c.window, 'layer_window': self.window, 'causal': self.causal}
+    arguments = split(q), split(keys), split(values), context
+    if self.attention == 'splash' and a > 1:  # A block that has its row to itself leaves nothing to skip.
+      arguments = jax.tree.map(lambda x: x.astype(self.dtype), arguments)
+      return self.o_proj(splash.block_attention(*arguments, places, **options))
+    return self.o_proj(_in_anchor_groups(functools.partial(block_attention, **options), *arguments, places))
 
 
 class SlotConvolutions(nn.Module):
@@ -357,19 +377,20 @@ class Layer(nn.Module):
   config: DrafterConfig
   dtype: jnp.dtype
   index: int
+  attention: str
 
   def setup(self):
     c = self.config
     window = c.layer_windows[self.index] if c.layer_windows else 0
     self.attn_norm = blocks.rms_norm(c.norm_eps, None)
-    self.attn = Attention(c, self.dtype, window, self.index in c.causal_layers)
+    self.attn = Attention(c, self.dtype, window, self.index in c.causal_layers, self.attention)
     self.mlp_norm = blocks.rms_norm(c.norm_eps, None)
     self.mlp = blocks.GatedMLP(c.mlp_width, self.dtype)
     if c.conv_taps:
       self.attn_conv, self.mlp_conv = SlotConvolutions(c, self.dtype), SlotConvolutions(c, self.dtype)
 
-  def __call__(self, x, context, anchors_BxA, seen_BxA):
-    attn = lambda y: self.attn(y, context, anchors_BxA, seen_BxA)
+  def __call__(self, x, context, places):
+    attn = lambda y: self.attn(y, context, places)
     if not self.config.conv_taps:
       x = x + attn(self.attn_norm(x))
       return x + self.mlp(self.mlp_norm(x))
@@ -386,12 +407,14 @@ class Drafter(nn.Module):
   has taken it in. `draft_ids` [V'] are the ascending token ids of the
   draft vocabulary, if it has one; see `draft_head`. The parameters may also hold a `selector`; see `adjust_logits`.
   With `remat` 'layers' a layer keeps its inputs for the backward pass, which computes the rest once more; with 'none'
-  it keeps everything.
+  it keeps everything. `attention` is 'xla', for every device, or 'splash', for TPUs, of the training forward; decoding
+  takes 'xla'.
   """
 
   config: DrafterConfig
   dtype: jnp.dtype = jnp.float32
   remat: str = 'none'
+  attention: str = 'xla'
 
   def setup(self):
     c = self.config
@@ -401,7 +424,7 @@ class Drafter(nn.Module):
     self.fc = blocks.linear(c.width, self.dtype, None)
     self.hidden_norm = blocks.rms_norm(c.norm_eps, None)
     layer = {'none': Layer, 'layers': nn.remat(Layer)}[self.remat]
-    self.layers = [layer(c, self.dtype, i) for i in range(c.num_layers)]
+    self.layers = [layer(c, self.dtype, i, self.attention) for i in range(c.num_layers)]
     self.norm = blocks.rms_norm(c.norm_eps, None)
 
   def _context(self, features_BxTxF, positions_BxT):
@@ -423,30 +446,45 @@ class Drafter(nn.Module):
 
   def draft(self, embeddings_BxAxKxD, anchors_BxA, cache: target_lib.Cache) -> jax.Array:
     """Final hidden states of blocks at their anchors, `[B, A, num_slots, D]` float32; see `draft_slots`."""
-    return self._draft(embeddings_BxAxKxD, anchors_BxA, anchors_BxA, cache)
+    return self._draft(embeddings_BxAxKxD, Places(anchors_BxA, anchors_BxA), cache)
 
-  def _draft(self, x, anchors_BxA, seen_BxA, cache):
+  def _draft(self, x, places, cache):
     for layer, context in zip(self.layers, cache):
-      x = layer(x, context, anchors_BxA, seen_BxA)
+      x = layer(x, context, places)
     return self.norm(x)
 
-  def __call__(self, features_BxTxF, embeddings_BxAxKxD, anchors_BxA) -> jax.Array:
+  def __call__(self, features_BxTxF, embeddings_BxAxKxD, anchors_BxA, starts_BxT=None) -> jax.Array:
     """Training forward: first the context, of whole rows or of the windows alone, then every block.
+
+    Args:
+      features_BxTxF: see `write_context`.
+      embeddings_BxAxKxD: see `embed`.
+      anchors_BxA: int32, slots of the rows.
+      starts_BxT: int32, of rows that hold several documents: the first slot of each slot's own. Positions count
+        from there, and no block sees what lies below. None: rows are documents.
 
     Returns as `draft`.
     """
     b, t, width = features_BxTxF.shape
     shape, window = embeddings_BxAxKxD.shape, self.config.window
+    starts_BxA, anchors = None, anchors_BxA
+    if starts_BxT is not None:
+      starts_BxA = jnp.take_along_axis(starts_BxT, anchors_BxA, 1)
+      anchors = anchors_BxA - starts_BxA
     if 0 < window * shape[1] < t:
       # Less is projected when each block becomes a row of its own, which holds what its window shows.
-      starts = jnp.maximum(anchors_BxA - window, 0)
-      positions = starts[:, :, None] + jnp.arange(window)[None, None, :]
-      features = jax.vmap(lambda row, at: row[at])(features_BxTxF, positions).reshape(-1, window, width)
-      positions, anchors = positions.reshape(-1, window), anchors_BxA.reshape(-1, 1)
-      embeddings, seen = embeddings_BxAxKxD.reshape(-1, 1, *shape[2:]), jnp.minimum(anchors, window)
+      seen = jnp.minimum(anchors, window)
+      from_anchor = jnp.arange(window)[None, None, :] - seen[:, :, None]
+      slots = jnp.minimum(anchors_BxA[:, :, None] + from_anchor, t - 1)
+      features = jax.vmap(lambda row, at: row[at])(features_BxTxF, slots).reshape(-1, window, width)
+      positions = (anchors[:, :, None] + from_anchor).reshape(-1, window)
+      embeddings = embeddings_BxAxKxD.reshape(-1, 1, *shape[2:])
+      places = Places(anchors.reshape(-1, 1), seen.reshape(-1, 1))
     else:
       positions = jnp.tile(jnp.arange(t)[None, :], (b, 1))
-      features, embeddings, anchors, seen = features_BxTxF, embeddings_BxAxKxD, anchors_BxA, anchors_BxA
+      positions = positions if starts_BxT is None else positions - starts_BxT
+      features, embeddings = features_BxTxF, embeddings_BxAxKxD
+      places = Places(anchors, anchors_BxA, starts_BxA, starts_BxT)
     context = self._context(features, positions)
     cache = tuple((k.transpose(0, 2, 3, 1), v.transpose(0, 2, 1, 3)) for k, v in context)
-    return self._draft(embeddings, anchors, seen, cache).reshape(shape)
+    return self._draft(embeddings, places, cache).reshape(shape)

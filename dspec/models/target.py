@@ -109,12 +109,12 @@ def write_cache(layer, k_BxTxHxd: jax.Array, v_BxTxHxd: jax.Array, positions_BxT
   return write(*layer, k_BxTxHxd, v_BxTxHxd, positions_BxT)
 
 
-def _attend(q, keys, values, positions_BxT, view, window):
+def _attend(q, keys, values, positions_BxT, starts_BxT, view, window):
   """Softmax attention of grouped, scaled queries over the first `view` cache slots."""
   keys, values = keys[..., :view], values[:, :, :view]
   scores = jnp.einsum('bhqd,bhdt->bhqt', q, keys, preferred_element_type=jnp.float32)
   groups = q.shape[2] // positions_BxT.shape[1]
-  mask = jnp.tile(masks.causal(positions_BxT, view, window), (1, groups, 1))[:, None]
+  mask = jnp.tile(masks.causal(positions_BxT, view, window, starts_BxT), (1, groups, 1))[:, None]
   weights = jax.nn.softmax(jnp.where(mask, scores, -jnp.inf), axis=-1)
   return jnp.einsum('bhqt,bhtd->bhqd', weights, values, preferred_element_type=jnp.float32)
 
@@ -132,7 +132,7 @@ def _views(size: int) -> list[int]:
   return [*views, size]
 
 
-def cached_attention(q_BxTxHxd, layer, positions_BxT, window: int = 0) -> jax.Array:
+def cached_attention(q_BxTxHxd, layer, positions_BxT, window: int = 0, starts_BxT=None) -> jax.Array:
   """Causal attention over a cache, `[B, T, H*d]`; the work follows the longest row, not the cache.
 
   Args:
@@ -140,6 +140,7 @@ def cached_attention(q_BxTxHxd, layer, positions_BxT, window: int = 0) -> jax.Ar
     layer: (keys, values) of the cache.
     positions_BxT: int32. Those outside the cache mark rows that have finished; what comes back for them has no meaning.
     window: see `masks.causal`.
+    starts_BxT: see `masks.causal`.
   """
   keys, values = layer
   size = keys.shape[-1]
@@ -150,7 +151,7 @@ def cached_attention(q_BxTxHxd, layer, positions_BxT, window: int = 0) -> jax.Ar
   out = jax.lax.switch(
       branch,
       [lambda *args, view=view: _attend(*args, view, window) for view in views],
-      q, keys, values, positions_BxT,
+      q, keys, values, positions_BxT, starts_BxT,
   )
   return blocks.ungroup_queries(out, q_BxTxHxd.shape[2])
 
@@ -200,7 +201,7 @@ class Attention(nn.Module):
   is_local: bool
 
   @nn.compact
-  def __call__(self, x, positions_BxT, layer, tree=None):
+  def __call__(self, x, positions_BxT, layer, tree=None, starts_BxT=None):
     c, family = self.config, FAMILIES[self.config.family]
     project = lambda heads, name: blocks.linear(heads * c.head_dim, self.dtype, name, bias=family.qkv_bias)(x).reshape(
         *x.shape[:2], heads, c.head_dim
@@ -209,12 +210,13 @@ class Attention(nn.Module):
     if family.qk_norm:
       q, k = blocks.rms_norm(c.norm_eps, 'q_norm')(q), blocks.rms_norm(c.norm_eps, 'k_norm')(k)
     theta, divisors = (c.local_rope_theta, ()) if self.is_local else (c.rope_theta, c.rope_divisors)
-    q, k = (blocks.rotary(x, positions_BxT, theta, divisors) for x in (q, k))
+    turns_BxT = positions_BxT if starts_BxT is None else positions_BxT - starts_BxT
+    q, k = (blocks.rotary(x, turns_BxT, theta, divisors) for x in (q, k))
     q *= c.attention_scale or c.head_dim**-0.5
     window = c.sliding_window if self.is_local else 0
     if tree is None:
       layer = write_cache(layer, k, v, positions_BxT)
-      out = cached_attention(q, layer, positions_BxT, window)
+      out = cached_attention(q, layer, positions_BxT, window, starts_BxT)
     else:
       out, layer = tree_attention(q, k, v, layer, positions_BxT, *tree, window), (k, v)
     return blocks.linear(c.width, self.dtype, 'o_proj')(out), layer
@@ -226,10 +228,11 @@ class Layer(nn.Module):
   is_local: bool
 
   @nn.compact
-  def __call__(self, x, positions_BxT, layer, tree=None):
+  def __call__(self, x, positions_BxT, layer, tree=None, starts_BxT=None):
     c, family = self.config, FAMILIES[self.config.family]
     norm = lambda name: blocks.rms_norm(c.norm_eps, name)
-    h, layer = Attention(c, self.dtype, self.is_local, name='attn')(norm('attn_norm')(x), positions_BxT, layer, tree)
+    attn = Attention(c, self.dtype, self.is_local, name='attn')
+    h, layer = attn(norm('attn_norm')(x), positions_BxT, layer, tree, starts_BxT)
     x += norm('attn_post_norm')(h) if family.sandwich_norm else h
     h = blocks.GatedMLP(c.mlp_width, self.dtype, family.activation, name='mlp')(norm('mlp_norm')(x))
     return x + (norm('mlp_post_norm')(h) if family.sandwich_norm else h), layer
@@ -242,7 +245,9 @@ class Target(nn.Module):
   dtype: jnp.dtype = jnp.float32
 
   @nn.compact
-  def __call__(self, tokens_BxT, positions_BxT, cache: Cache, taps: tuple[int, ...] = (), tree=None):
+  def __call__(
+      self, tokens_BxT, positions_BxT, cache: Cache, taps: tuple[int, ...] = (), tree=None, starts_BxT=None
+  ):
     """Runs tokens at their positions on top of the cache, or a tree of tokens beside it.
 
     Args:
@@ -253,6 +258,8 @@ class Target(nn.Module):
       tree: None, or (starts_B, sees_BxTxT): the tokens are nodes of a tree that grows from position `starts`. A node
         sees the cache below that, and the nodes that `sees` names, itself among them. Nodes may share positions, so
         nothing is written to the cache.
+      starts_BxT: None, or the first slot of the document that each token belongs to, of several in a row: it sees
+        nothing below, and is at position 0 there.
 
     Returns:
       hidden_BxTxD after the final norm (float32), features_BxTx(N*D) of the tapped layers side by side
@@ -264,7 +271,8 @@ class Target(nn.Module):
     x = x.astype(jnp.float32) * c.embedding_scale
     features, new_cache = [], []
     for i in range(c.num_layers):
-      x, layer = Layer(c, self.dtype, i in c.local_layers, name=f'layers_{i}')(x, positions_BxT, cache[i], tree)
+      layer = Layer(c, self.dtype, i in c.local_layers, name=f'layers_{i}')
+      x, layer = layer(x, positions_BxT, cache[i], tree, starts_BxT)
       new_cache.append(layer)
       if i in taps:
         features.append(x)

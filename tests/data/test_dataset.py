@@ -176,6 +176,25 @@ def test_online_features_are_not_stored(scene, answers, monkeypatch):
   assert len(records) == 4 and not any('features' in record for record in records)
 
 
+def test_rows_of_several_conversations(scene, answers):
+  """The same files; which of their records lie in a row is planned."""
+  answers(lambda i: [7] * (4 * i + 2))
+  alone = scene.prepare()
+  lengths = [len(record['tokens']) for record in read(alone)]
+  assert alone.packs is None and 'filled_share' not in alone.stats
+  scene.config.data.row_tokens = tokens = max(lengths) - 1 + 2 * min(lengths)
+  data = scene.prepare()
+  assert data.paths == alone.paths and data.length == tokens
+  assert sorted(i for pack in data.packs for i in pack) == list(range(len(lengths)))
+  assert max(sum(lengths[i] for i in pack) for pack in data.packs) <= tokens and len(data.packs) < len(lengths)
+  shared = {'rows': len(data.packs), 'filled_share': sum(lengths) / (len(data.packs) * tokens)}
+  assert data.stats == {**alone.stats, **shared}
+  # What does not fit is cut, and counts as what is left of it.
+  scene.config.data.row_tokens = tokens = max(lengths) - 1
+  data = scene.prepare()
+  assert data.stats['filled_share'] == (sum(lengths) - 1) / (len(data.packs) * tokens)
+
+
 def test_truncated_answers_are_counted(scene, answers):
   whole, cut = [7, 7, EOS], [7] * 8
   given = [cut, whole, [EOS], whole]  # The third has no label to learn; it is not cut.

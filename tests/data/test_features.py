@@ -59,6 +59,28 @@ def test_compute(target, expected, length):
   close(np.asarray(found), expected(tokens))
 
 
+def test_documents_of_a_row_do_not_see_one_another(target, expected):
+  """Across the borders of chunks; what is changed in one document, or in the padding, changes no other."""
+  tokens = np.random.default_rng(5).integers(0, 23, (3, 70))
+  starts = np.zeros((3, 70), np.int32)
+  borders = [(0, 31, 33, 60, 70), (0, 1, 70), (0, 40, 70)]
+  for row, of_row in zip(starts, borders):
+    for start, end in zip(of_row, of_row[1:]):
+      row[start:end] = start
+  compute = lambda tokens: np.asarray(
+      features.compute(*target, jnp.asarray(tokens, jnp.int32), TAPS, jnp.asarray(starts)))
+  found = compute(tokens)
+  for r, of_row in enumerate(borders):
+    for start, end in zip(of_row, of_row[1:]):
+      close(found[r, start:end], expected(tokens[r : r + 1, start:end])[0])
+  changed = tokens.copy()
+  changed[0, 31:33] = (changed[0, 31:33] + 1) % 23
+  changed[1:, -1] = (changed[1:, -1] + 1) % 23
+  same = (compute(changed).view(np.uint16) == found.view(np.uint16)).all(-1)
+  assert same[0, :31].all() and same[0, 33:].all() and not same[0, 31:33].any()
+  assert same[1:, :-1].all() and not same[1:, -1].any()
+
+
 def test_record_round_trip():
   rng = np.random.default_rng(0)
   bits = rng.integers(0, 2**16, (7, 5), dtype=np.uint16)  # Infinities and NaN among them.

@@ -148,6 +148,22 @@ def test_resumes_a_cut_file(resumable, prompts, cut):
   assert not any(sampled[2:])
 
 
+def test_what_is_done_is_in_the_closed_file_before_the_rest(resumable, prompts, monkeypatch):
+  """As a mounted bucket has it for whoever resumes after a kill: what was written when the file was last closed."""
+  path, call, _ = resumable
+  original, seen = responses.sample, []
+
+  def watched(*args, **options):
+    for found in original(*args, **options):
+      seen.append(len(path.read_text().splitlines()) if path.exists() else 0)
+      yield found
+
+  monkeypatch.setattr(responses, 'sample', watched)
+  monkeypatch.setattr(responses, '_SECONDS_UNWRITTEN', 0.0)
+  call()
+  assert seen == list(range(len(prompts)))
+
+
 def test_keeps_what_was_done_when_stopped(resumable, target, prompts, monkeypatch):
   path, call, sampled = resumable
   stopped_after = 3

@@ -127,6 +127,22 @@ def test_training_forward_against_loops(params, inputs, reference, window):
 
 
 @pytest.mark.parametrize('changes', [
+    {}, {'window': 2}, {'window': 3}, {'window': 4, 'layer_windows': (3, 0), 'causal_layers': (1,)}])
+def test_documents_of_a_row_against_loops(params, inputs, reference, changes):
+  """Windows are cut out of the row, or not, as above; the last of a row is longer than what is left of it."""
+  config = dataclasses.replace(CONFIG, **changes)
+  starts = np.array([[0, 0, 0, 0, 0, 5, 5, 5, 5, 5, 5], [0, 1, 1, 3, 3, 3, 3, 3, 3, 9, 9]])
+  got = jax.jit(drafter_lib.Drafter(config).apply)({'params': params}, *inputs, jnp.asarray(starts))
+  features, embeddings, _ = inputs
+  for row in range(B):
+    for a, anchor in enumerate(ANCHORS[row]):
+      start = starts[row, anchor]
+      want = naive_block(
+          reference, config, params, features[row, start:], embeddings[row, a], anchor - start)
+      np.testing.assert_allclose(got[row, a], want, atol=1e-4, err_msg=f'row {row} block {a}')
+
+
+@pytest.mark.parametrize('changes', [
     {'layer_windows': (3, 0)}, {'layer_windows': (2, 5), 'causal_layers': (0,)}, {'causal_layers': (0, 1)},
     {'conv_taps': 2, 'conv_group': 4}, {'conv_taps': 6, 'conv_group': 12, 'layer_windows': (0, 4)},
     {'from_anchor': True, 'block_size': K + 1}])

@@ -25,6 +25,19 @@ def test_context_drawn():
   assert draw_mask(got) == ['......', 'xx....', '.xxx..', '......']
 
 
+def test_documents_drawn():
+  starts = jnp.array([[0, 0, 2, 2, 2]])
+  got = masks.causal(jnp.arange(5)[None], 5, starts_BxT=starts)[0]
+  assert draw_mask(got) == ['x....', 'xx...', '..x..', '..xx.', '..xxx']
+  got = masks.causal(jnp.arange(5)[None], 5, window=2, starts_BxT=starts)[0]
+  assert draw_mask(got) == ['x....', 'xx...', '..x..', '..xx.', '...xx']
+  anchors, starts = jnp.array([[0, 1, 2, 3, 5]]), jnp.array([[0, 0, 2, 2, 2]])
+  got = masks.context(anchors, 6, starts_BxA=starts)[0]
+  assert draw_mask(got) == ['......', 'x.....', '......', '..x...', '..xxx.']
+  got = masks.context(anchors, 6, window=2, starts_BxA=starts)[0]
+  assert draw_mask(got) == ['......', 'x.....', '......', '..x...', '...xx.']
+
+
 def test_nearby_drawn():
   got = masks.nearby(jnp.array([[4, 1]]), 5, 3, window=3)[0]
   assert draw_mask(got[0]) == ['..xxx', '...xx', '....x']  # It is `context` that leaves out the anchor, 4.
@@ -97,3 +110,9 @@ def test_valid_labels_drawn():
   got = masks.valid_labels(anchors, is_anchor, supervised, 4)[0]
   # The anchor itself need not be supervised; what follows it must be, without a gap.
   assert draw_mask(got) == ['...', 'xxx', 'xx.', '...', 'xx.', '...', '...']
+  # Where a document begins after an answer, with an answer.
+  starts = jnp.array([[0, 0, 0, 3, 3, 3, 6, 6]])
+  got = masks.valid_labels(anchors, is_anchor, supervised, 4, starts)[0]
+  assert draw_mask(got) == ['...', 'x..', '...', '...', '...', '...', '...']
+  got = masks.valid_labels(jnp.array([[3, 6]]), jnp.ones((1, 2), bool), jnp.ones((1, 8), bool), 4, starts)[0]
+  assert draw_mask(got) == ['xx.', 'x..']
