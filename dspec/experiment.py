@@ -15,6 +15,7 @@ import sys
 import time
 from typing import Any
 
+from absl import logging
 import jax
 import jax.numpy as jnp
 import ml_collections
@@ -92,6 +93,7 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
   if multihost.is_first():
     workdir.mkdir(parents=True, exist_ok=True)
     (workdir / 'config.json').write_text(config_lib.to_json(config) + '\n')
+  logging.info('compiled programs: %s', jax.config.jax_compilation_cache_dir)
 
   # ---- Data: once, in the compute dtype ----------------------------------------------------------
   compute_dtype = jnp.dtype(config.train.compute_dtype)

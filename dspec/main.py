@@ -114,8 +114,7 @@ def main(argv: Sequence[str]) -> None:
       from dspec import compile as compile_lib
       compile_lib.run(config, _TOPOLOGY.value)
       return
-    programs = config_lib.cache_dir(config) / 'xla'
-    jax.config.update('jax_compilation_cache_dir', str(programs))
+    jax.config.update('jax_compilation_cache_dir', str(config_lib.cache_dir(config) / 'xla'))
     jax.config.update('jax_persistent_cache_min_compile_time_secs', 1.0)
     # Late: they load everything, and a wrong option is answered first.
     from dspec import multihost
@@ -123,7 +122,6 @@ def main(argv: Sequence[str]) -> None:
     if _MULTIHOST.value:
       multihost.initialize(_COORDINATOR.value, _NUM_PROCESSES.value, _PROCESS_ID.value)
       logging.set_verbosity(logging.INFO if multihost.is_first() else logging.WARNING)
-    logging.info('compiled programs: %s', programs)
     with jax.set_mesh(sharding.make_mesh(config)):
       if _MODE.value == 'generate':
         from dspec import generate

@@ -167,7 +167,7 @@ def test_an_imported_drafter_into_the_other_format(config, loads, params, target
     ('file out', 'exists and is not an empty folder'),
     ('window', '--config.drafter.window=16: the formats cannot say'),
     ('no run', 'no run here; train first'),
-    ('other run', 'they differ in seed'),
+    ('other run', 'differs in seed: 0 there, 7 here'),
     ('unfinished', 'second was trained for 3 of 6 steps'),
     ('no checkpoint', 'second was trained for 0 of 6 steps'),
 ])
