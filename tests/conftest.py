@@ -4,7 +4,7 @@ import os
 import pathlib
 
 # Most of a test's time is compilation: XLA optimises less, here and in processes that tests start. With 0 they test the
-# very programs that users run, in three times the time.
+# very programs that users run, and take longer.
 os.environ.setdefault('JAX_DISABLE_MOST_OPTIMIZATIONS', '1')
 
 import jax
