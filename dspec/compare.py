@@ -24,11 +24,7 @@ from dspec.errors import UserError
 
 _BOOTSTRAP = {'samples': 2000, 'seed': 0}
 # Options that make no other drafter and no other question.
-_FREE = (
-    'arms', 'experiment', 'seed', 'cache_dir', 'evaluate.latency', 'evaluate.bootstrap_samples', 'mechanisms.',
-    'generate.', 'data.prompts_dir', 'data.generation_batch_size', 'train.log_every', 'train.checkpoint_every',
-    'train.keep', 'train.profile_steps', 'train.accumulate', 'train.remat', 'train.attention', 'mesh.',
-)
+_FREE = ('arms', 'experiment', 'seed', 'evaluate.latency', 'evaluate.bootstrap_samples', *config_lib.INERT)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -26,6 +26,13 @@ BUDGETS = ('', 'smoke', 'long')
 BENCHMARKS = ('gsm8k', 'aime', 'humaneval', 'mbpp', 'livecodebench', 'mt_bench')
 EVALUATION_SETS = ('held_out', 'trained_on', *BENCHMARKS)
 
+# Options, or beginnings of their names, that change neither what is trained nor what is answered.
+INERT = (
+    'cache_dir', 'data.generation_batch_size', 'data.prompts_dir', 'generate.', 'mechanisms.', 'mesh.',
+    'train.accumulate', 'train.attention', 'train.checkpoint_every', 'train.keep', 'train.log_every',
+    'train.profile_steps', 'train.remat',
+)
+
 _CHOICES = {
     'data.responses': ('regenerated', 'as_written'),
     'data.features': ('cached', 'online'),

@@ -41,11 +41,7 @@ from dspec.models import drafter as drafter_lib
 from dspec.models import target as target_lib
 
 # Options that a finished or interrupted run may change: they touch nothing that it has made.
-_FREE = (
-    'evaluate.', 'generate.', 'mechanisms.', 'mesh.', 'cache_dir', 'data.generation_batch_size', 'data.prompts_dir',
-    'train.log_every', 'train.checkpoint_every', 'train.keep', 'train.profile_steps', 'train.remat', 'train.accumulate',
-    'train.attention',
-)
+_FREE = ('evaluate.', *config_lib.INERT)
 
 
 def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
