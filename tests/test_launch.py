@@ -153,7 +153,7 @@ REFUSED = [
     (TPU, [], FLAGS[1:], '--config: missing after --'),
     (TPU, [], FLAGS[:1], '--workdir: missing after --'),
     (TPU, [], [FLAGS[0], '--workdir=gs://our-runs/chain'], "--workdir: 'gs://our-runs/chain' is not below /mnt/dspec"),
-    (TPU, [], [*FLAGS, '--config.cache_dir=/tmp/c'], "--config.cache_dir: '/tmp/c' is not below /mnt/dspec"),
+    (TPU, [], [*FLAGS, '--config.cache_dir=/local/c'], "--config.cache_dir: '/local/c' is not below /mnt/dspec"),
     (TPU, [], ['--config=experiments/none.py', FLAGS[1]], "--config: 'experiments/none.py' is no file"),
     (TPU, [], [*FLAGS, '--multihost'], '--multihost: is added'),
     (TPU, [], [*FLAGS, '--mode=generate'], '--mode: these scripts train'),

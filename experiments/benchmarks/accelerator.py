@@ -115,6 +115,9 @@ def train_speed(
   begin = time.perf_counter()
   compiled = step.lower(state, batch, params).compile()
   compile_seconds = time.perf_counter() - begin
+  # A kernel of Pallas has a name of its own in no program.
+  attention = train.choose_attention(config, jax.sharding.get_mesh())
+  attention = attention_of(compiled.as_text()) if attention == 'xla' else attention
   rows, length = batch['tokens'].shape
   batch = filled_batch(batch, target_config.vocab_size, config.drafter.block_size)
   state, params = filled_state(state), filled(params)
@@ -140,7 +143,7 @@ def train_speed(
       'TFLOP/s a device': f'{rate:.1f}',
       'MFU': f'{rate / peak:.1%} of {peak}' if peak else f'no known peak of {kind}',
       'memory, peak': _peak_memory(),
-      'attention': attention_of(compiled.as_text()),
+      'attention': attention,
       'loss': f'{loss:.3f}',
   }
 
