@@ -35,6 +35,8 @@ from dspec.models import target as target_lib
 
 # GiB of memory of a chip: https://cloud.google.com/tpu/docs/system-architecture-tpu-vm.
 HBM = {'v4': 32, 'v5e': 16, 'v5p': 95, 'v6e': 32}
+# The share that programs may use; the TPU compiler keeps the rest (it speaks of 15.75 of 16 GiB, and 31.25 of 32).
+USABLE = 0.975
 # TFLOP/s of dense matrix products in bfloat16, by JAX's name of a device; TPUs: as above, a page for each generation;
 # GPUs: the data sheets, https://www.nvidia.com/en-us/data-center/h100, .../h200 and .../a100, where figures of the
 # first two are with sparsity, twice these.
@@ -105,6 +107,7 @@ def run(config: ml_collections.ConfigDict, topology: str) -> list[Program]:
   sharding.check_batch(mesh, config.train.batch_size, config.train.accumulate)
   target_config = target_shape(config)
   memory = HBM.get(topology.partition(':')[0], 0) * 2**30
+  limit = USABLE * memory or math.inf
   programs = []
   with jax.set_mesh(mesh):
     for name, build in (('train step', train_step), ('decoding', decoding)):
@@ -112,9 +115,13 @@ def run(config: ml_collections.ConfigDict, topology: str) -> list[Program]:
       function, arguments, flops = build(config, mesh, target_config)
       # What every device is given lies there whatever the compiler does: no need to wait for it.
       size = size_of(arguments)
-      if memory and size > memory:
-        raise DoesNotFit(_too_large(name, topology, size, memory), size)
-      programs.append(_compile(name, _lower(function, mesh, *arguments), flops, topology))
+      if size > limit:
+        raise DoesNotFit(_too_large(name, topology, 'parameters and batch alone', size, limit), size)
+      program = _compile(name, _lower(function, mesh, *arguments), flops, topology)
+      # The compiler refuses temporaries that do not fit, but does not ask what else lies there.
+      if program.peak > limit:
+        raise DoesNotFit(_too_large(name, topology, 'arguments and temporaries', program.peak, limit), program.peak)
+      programs.append(program)
   print(_table(programs, len(devices), memory))
   for program in programs:
     print(f'\nLargest arrays of the {program.name}, a device:')
@@ -284,9 +291,9 @@ def _compile(name: str, lowered: jax.stages.Lowered, flops: float | None, topolo
       name, arguments, output, temporaries, arguments + output + temporaries, flops, largest(compiled.as_text()))
 
 
-def _too_large(name: str, topology: str, size: int, memory: int) -> str:
-  return (f'{name} on {topology}: parameters and batch alone take {size / 2**30:.2f} GiB of the '
-          f'{memory / 2**30:.0f} GiB of a device\n{_ADVICE}')
+def _too_large(name: str, topology: str, what: str, size: int, limit: float) -> str:
+  return (f'{name} on {topology}: {what} take {size / 2**30:.2f} GiB, and a device has '
+          f'{limit / 2**30:.2f} GiB for programs\n{_ADVICE}')
 
 
 def _shortened(message: str) -> str:

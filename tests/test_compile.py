@@ -202,6 +202,26 @@ def test_sizes_of_arguments():
   assert compile_lib.size_of(arguments) == 2 * 3 * 4 + 2 * 3 * 2 + 5
 
 
+REFUSED = SCRIPT.rpartition('print(')[0] + '''
+try:
+  compile_lib.run(config, sys.argv[1])
+except compile_lib.DoesNotFit as error:
+  print(error.used)
+  raise
+'''
+
+
+def refused(script, topology, mesh, text):
+  """Runs a script that must end with a refusal of `text`: what it printed."""
+  done = subprocess.run(
+      [sys.executable, '-c', script, topology, mesh], capture_output=True, text=True, timeout=600,
+      env={**os.environ, 'PYTHONPATH': str(ROOT), 'JAX_PLATFORMS': 'cpu'}, check=False)
+  assert done.returncode == 1
+  assert f'DoesNotFit: train step on {topology}: {text}' in done.stderr
+  assert '--config.train.head_chunk' in done.stderr
+  return done.stdout.splitlines()
+
+
 @pytest.mark.parametrize('change, mesh, text', [
     ('config.train.update(batch_size=8192, head_chunk=10**8)', '{"fsdp": 8}', 'RESOURCE_EXHAUSTED'),
     # Nothing is compiled for a copy of 8 billion parameters, and a drafter in training, on each device.
@@ -209,16 +229,17 @@ def test_sizes_of_arguments():
 ])
 def test_what_does_not_fit_is_told_with_advice(change, mesh, text):
   pytest.importorskip('libtpu', reason="needs pip install '.[tpu]'")
-  script = SCRIPT.rpartition('print(')[0].replace('config.train.batch_size = 8', change) + '''
-try:
-  compile_lib.run(config, sys.argv[1])
-except compile_lib.DoesNotFit as error:
-  print(error.used)
-  raise
-'''
-  done = subprocess.run(
-      [sys.executable, '-c', script, 'v5e:2x4', mesh], capture_output=True, text=True, timeout=600,
-      env={**os.environ, 'PYTHONPATH': str(ROOT), 'JAX_PLATFORMS': 'cpu'}, check=False)
-  assert done.returncode == 1
-  assert f'DoesNotFit: train step on v5e:2x4: {text}' in done.stderr and '--config.train.head_chunk' in done.stderr
-  assert int(done.stdout) > 16 * 2**30
+  printed = refused(REFUSED.replace('config.train.batch_size = 8', change), 'v5e:2x4', mesh, text)
+  assert int(printed[-1]) > 16 * 2**30
+
+
+def test_temporaries_that_do_not_fit_beside_the_arguments():
+  """The compiler looks at temporaries alone; here each fits a device, and both do not."""
+  script = REFUSED.replace('try:', '''
+step = compile_lib.run(config, sys.argv[1])[0]
+print(step.arguments, step.temporaries, step.peak)
+compile_lib.HBM['cpu'] = (max(step.arguments, step.temporaries) + step.peak) / 2**31 / compile_lib.USABLE
+try:''')
+  printed = refused(script, 'cpu:8', '{"fsdp": 8}', 'arguments and temporaries take')
+  arguments, temporaries, peak = map(int, printed[-2].split())
+  assert max(arguments, temporaries) < peak == int(printed[-1])
