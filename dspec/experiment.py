@@ -407,6 +407,7 @@ def machine(config: ml_collections.ConfigDict) -> dict[str, Any]:
   return {
       'device': jax.devices()[0].device_kind,
       'devices': jax.device_count(),
+      'cpu': costs_lib.processor(),
       'cpu_cores': os.cpu_count(),
       'platform': platform.platform(),
       'python': platform.python_version(),

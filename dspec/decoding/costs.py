@@ -36,6 +36,7 @@ from dspec.models import target as target_lib
 _CONTEXT = 128  # Positions known before the measured round.
 # In turns, so that a slow spell of the machine meets all parts. Other work only ever adds time: the fastest turn counts.
 _CALLS, _TURNS = 4, 8
+_INSTRUCTIONS = ('amx_bf16', 'avx512_bf16', 'avx512f', 'avx2')  # As Linux calls them.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,6 +77,21 @@ class Costs:
     return cls(values['step'], by_size(values['draft']), by_size(values['verify']))
 
 
+def processor(info: pathlib.Path = pathlib.Path('/proc/cpuinfo')) -> str:
+  """What the CPU is called, and which of the instructions it has that decide how fast its matrix products are.
+
+  Args:
+    info: of Linux; elsewhere there is none.
+  """
+  if not info.exists():
+    return platform.processor() or platform.machine()
+  fields = [line.partition(':') for line in info.read_text('utf-8', 'replace').splitlines()]
+  fields = {name.strip(): value.strip() for name, _, value in reversed(fields)}  # The first core's.
+  known = set(fields.get('flags', '').split())
+  return ', '.join(
+      [fields.get('model name', platform.machine()), *(name for name in _INSTRUCTIONS if name in known)])
+
+
 def block_sizes(trained: int) -> list[int]:
   """Candidates up to the trained block size: powers of two, and itself."""
   return sorted({2**i for i in range(1, trained.bit_length()) if 2**i <= trained} | {trained})
@@ -96,7 +112,7 @@ def measured(
     drafter_params: of any drafter of this shape; costs do not depend on their values.
     rival: the target, and its parameters, in another precision in which plain decoding may be faster.
   """
-  machine = [platform.node(), platform.machine(), os.cpu_count(), jax.devices()[0].device_kind, jax.__version__,
+  machine = [platform.node(), processor(), os.cpu_count(), jax.devices()[0].device_kind, jax.__version__,
              list(jax.sharding.get_mesh().devices.shape)]
   parts = [
       machine, fingerprint, dataclasses.asdict(drafter.config), jnp.dtype(target.dtype).name,

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import platform
 
 import jax
 import jax.numpy as jnp
@@ -65,3 +66,17 @@ def test_measured_once_for_what_costs_depend_on(models, tmp_path, monkeypatch):
   for changed in (('abd', *models), ('abc', target, params, other, drafter_params, rival)):
     with pytest.raises(LookupError):
       costs.measured(tmp_path, *changed)
+  # A host of the same name, as containers have it, with another CPU.
+  monkeypatch.setattr(costs, 'processor', lambda: 'another')
+  with pytest.raises(LookupError):
+    costs.measured(tmp_path, 'abc', *models)
+
+
+def test_processor(tmp_path):
+  info = tmp_path / 'cpuinfo'
+  core = 'processor\t: {}\nmodel name\t: {}\nflags\t\t: fpu avx2 amx_bf16 amx_tile\n'
+  info.write_text(core.format(0, 'A CPU: fast') + '\n' + core.format(1, 'B'))
+  assert costs.processor(info) == 'A CPU: fast, amx_bf16, avx2'
+  info.write_text('Features : fp asimd\n')  # Of ARM, where Linux tells no name.
+  assert costs.processor(info) == platform.machine()
+  assert costs.processor(tmp_path / 'none')
